@@ -1,0 +1,1 @@
+"""The ``impress`` command: parse, call, render. The work is done in pipelines and store."""

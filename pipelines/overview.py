@@ -1,0 +1,90 @@
+"""What a store holds and how its queries went, as plain values for people and JSON.
+
+Reads the catalog and file sizes only; no KV.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from store.disk.layout import chunk_count
+from store.errors import PrefixNotFoundError
+
+if TYPE_CHECKING:
+    from store.engine import PrefixStore
+    from store.index.rows import NodeRow
+
+TIERS = ("device", "host", "disk")
+
+
+def store_stats(store: PrefixStore) -> dict[str, Any]:
+    """Sizes, and totals over all queries so far (docs/json.md, ``impress.stats/1``).
+
+    Ratios are None until there was something to count: ``hit`` by tier is the share of the tokens
+    that could have come from the store and did, ``read_amplification`` what was read over what was
+    wanted, ``wasted_bytes`` what was read and not wanted.
+    """
+    counters = store.counters()
+    rows = store.nodes()
+    kv_bytes = sum(row.bytes for row in rows)
+    wanted, read = counters.get("disk_bytes", 0.0), counters.get("read_bytes", 0.0)
+    return {
+        "nodes": len(rows),
+        "prefixes": len(store.prefixes()),
+        "tokens": sum(row.length for row in rows),
+        "bytes": {"kv": kv_bytes, "probe": 0, "total": store.size_bytes()},
+        "quarantined": len(store.quarantined()),
+        "hit": _hits(store, counters),
+        "important_hit": None,
+        "read_amplification": read / wanted if wanted else None,
+        "wasted_bytes": int(max(0.0, read - wanted)),
+        "probe_share": 0.0,
+        "counters": counters,
+    }
+
+
+def _hits(store: PrefixStore, counters: dict[str, float]) -> dict[str, float | None]:
+    eligible = counters.get("eligible_tokens", 0.0) * store.shape.token_bytes
+    return {
+        tier: counters.get(f"{tier}_bytes", 0.0) / eligible if eligible else None for tier in TIERS
+    }
+
+
+def find_node(store: PrefixStore, key: str) -> NodeRow:
+    """Return the node with this id, or whose id alone begins so. Raises PrefixNotFoundError."""
+    rows = [row for row in store.nodes() if row.node_id.startswith(key.lower())]
+    exact = [row for row in rows if row.node_id == key.lower()]
+    found = exact or rows
+    if len(found) == 1:
+        return found[0]
+    why = f"{len(found)} nodes begin with {key!r}" if found else f"the store has no node {key!r}"
+    raise PrefixNotFoundError(f"{why}; 'impress inspect' without a node lists them")
+
+
+def node_detail(store: PrefixStore, key: str) -> dict[str, Any]:
+    """One node: its place in the tree, its chunks and bytes, what is damaged, who uses it."""
+    row = find_node(store, key)
+    info, shape = store.info, store.shape
+    chunks = chunk_count(row.length, info.chunk_tokens)
+    return {
+        "node_id": row.node_id,
+        "parent_id": row.parent_id,
+        "start": row.start,
+        "length": row.length,
+        "generation": row.generation,
+        "bytes": row.bytes,
+        "chunk_tokens": info.chunk_tokens,
+        "chunks_per_layer": chunks,
+        "chunk_bytes": info.chunk_tokens * shape.row_bytes,
+        "layers": shape.num_layers,
+        "codec": info.codec,
+        "kv_dtype": info.dtype,
+        "order": "original",
+        "children": [child.node_id for child in store.nodes() if child.parent_id == row.node_id],
+        "prefixes": [prefix.name for prefix in store.prefixes() if prefix.node_id == row.node_id],
+        "quarantined": [
+            {"array": bad.array, "layer": bad.layer, "chunk": bad.chunk, "reason": bad.reason}
+            for bad in store.quarantined()
+            if bad.node_id == row.node_id
+        ],
+    }

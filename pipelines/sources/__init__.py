@@ -1,0 +1,1 @@
+"""Where prefixes come from: one module per kind of data."""

@@ -1,0 +1,1 @@
+"""Shipped recipes and their data. A package only so that they are found wherever it is installed."""

@@ -1,0 +1,168 @@
+"""Raw reads: options, O_DIRECT probing, aligned memory, device emulation.
+
+Owns how bytes get from a file into memory. It knows nothing of chunks, nodes or checksums.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import mmap
+import os
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from store.errors import InvalidValueError
+
+#: Largest logical block size that is tried; every smaller power of two divides it.
+MAX_BLOCK = 4096
+_HUGE_PAGE = 2 << 20
+#: NaN in float32, float16 and bfloat16: what poisoned memory shows where nothing was loaded.
+POISON = 0xFF
+
+
+@dataclass(frozen=True, slots=True)
+class IOOptions:
+    """How the store reads.
+
+    Parameters
+    ----------
+    threads
+        Reads in flight.
+    direct
+        Use O_DIRECT where the file system allows it.
+    bandwidth_bytes_s, latency_s
+        Emulate a slower device: bytes per second over all reads, seconds per request.
+    deadline_s
+        A read that takes longer is a miss.
+    poison
+        Fill buffers with NaN before use (tests): a row that was never loaded shows.
+    """
+
+    threads: int = 4
+    direct: bool = True
+    bandwidth_bytes_s: float | None = None
+    latency_s: float = 0.0
+    deadline_s: float = 30.0
+    poison: bool = False
+
+    def __post_init__(self) -> None:
+        if self.threads < 1:
+            raise InvalidValueError(f"I/O threads must be 1 or more, got {self.threads}")
+        if self.bandwidth_bytes_s is not None and self.bandwidth_bytes_s <= 0:
+            raise InvalidValueError(
+                f"disk bandwidth must be above 0 bytes/s, got {self.bandwidth_bytes_s}"
+            )
+        if self.latency_s < 0 or self.deadline_s <= 0:
+            raise InvalidValueError(
+                f"disk latency must be 0 s or more and the deadline above 0 s, "
+                f"got {self.latency_s} and {self.deadline_s}"
+            )
+
+
+class Arena:
+    """Page-aligned anonymous memory with huge pages asked for.
+
+    ``view`` is a writable uint8 memoryview of ``size`` bytes. Fresh 4 KiB pages cost a fault
+    each, 46 000 for a 4 096-token prefix; arenas are therefore large and reused.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._map = mmap.mmap(-1, max(size, 1) + _HUGE_PAGE)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            # A kernel built without huge pages refuses; ordinary pages work, more slowly.
+            with contextlib.suppress(OSError):
+                self._map.madvise(mmap.MADV_HUGEPAGE)
+        whole = np.frombuffer(self._map, dtype=np.uint8)
+        skip = -whole.ctypes.data % _HUGE_PAGE
+        self.array = whole[skip : skip + size]
+        self.view = self.array.data
+
+    def poison(self) -> None:
+        """Fill with NaN bits."""
+        self.array.fill(POISON)
+
+
+def address_of(view: memoryview) -> int:
+    """Address of a writable buffer's first byte."""
+    return ctypes.addressof(ctypes.c_char.from_buffer(view))
+
+
+def probe_direct(path: Path) -> int:
+    """Smallest O_DIRECT block size that reads ``path``; 0 where O_DIRECT does not work."""
+    flag = getattr(os, "O_DIRECT", 0)
+    if not flag:
+        return 0
+    try:
+        fd = os.open(path, os.O_RDONLY | flag)
+    except OSError:
+        return 0
+    try:
+        memory = Arena(2 * MAX_BLOCK)
+        for block in (512, 1024, 2048, MAX_BLOCK):
+            try:
+                # Offset, address and length all need the alignment: shift each by one block.
+                os.preadv(fd, [memory.view[block : 2 * block]], block)
+                return block
+            except OSError as error:
+                if error.errno != errno.EINVAL:
+                    return 0
+        return 0
+    finally:
+        os.close(fd)
+
+
+class Throttle:
+    """One emulated device shared by all reading threads."""
+
+    def __init__(self, bandwidth_bytes_s: float | None, latency_s: float) -> None:
+        self._bandwidth = bandwidth_bytes_s
+        self._latency = latency_s
+        self._lock = threading.Lock()
+        self._free_at = 0.0
+        self.active = bandwidth_bytes_s is not None or latency_s > 0
+
+    def reserve(self, size: int) -> float:
+        """Queue ``size`` bytes on the device; returns the clock time at which they are there."""
+        now = time.perf_counter()
+        with self._lock:
+            start = max(now, self._free_at)
+            self._free_at = start + (size / self._bandwidth if self._bandwidth else 0.0)
+            return self._free_at + self._latency
+
+    @staticmethod
+    def wait_until(ready: float) -> None:
+        """Sleep until the clock reaches ``ready``."""
+        left = ready - time.perf_counter()
+        if left > 0:
+            time.sleep(left)
+
+
+class ShortReadError(OSError):
+    """The file ended before the bytes asked for."""
+
+
+def pread_full(fd: int, view: memoryview, offset: int, need: int, block: int) -> int:
+    """Read at ``offset`` into ``view`` until ``need`` bytes are there; returns the bytes read.
+
+    ``view`` may be longer than ``need`` (widened to the block size); a file that ends within the
+    widening is fine. Raises `ShortReadError` where it ends before.
+    """
+    done = 0
+    while done < need:
+        count = os.preadv(fd, [view[done:]], offset + done)
+        if count == 0:
+            raise ShortReadError(errno.EIO, f"file ends {need - done} bytes early")
+        done += count
+        if done < need and done % block:
+            # O_DIRECT can only go on at a block boundary: step back and read the rest again.
+            done -= done % block
+            if count < block:
+                raise ShortReadError(errno.EIO, f"file ends {need - done} bytes early")
+    return done

@@ -1,0 +1,189 @@
+"""Write a node generation so that it exists whole or not at all.
+
+The only place that creates arrays. Order: temporary folder beside the target, metadata, shards
+layer by layer, fsync of files and folders, rename. Publishing in the catalog is the engine's.
+
+zarr-python creates the metadata; the shard bytes are written here, since its sharded write
+takes 65 ms for one layer of 256 chunks where one write of the same bytes takes 1 ms
+(docs/decisions.md). A test compares both byte for byte.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import crc32c
+import numpy as np
+
+from store.disk import layout as disk_layout
+from store.disk.layout import NodeLayout
+from store.errors import StoreFullError
+
+#: KV of one layer: (k, v), each [tokens, kv_heads, head_dim] in the storage dtype.
+LayerKV = Callable[[int], tuple[np.ndarray, np.ndarray]]
+
+TEMP_PREFIX = ".tmp-"
+_SYNC_THREADS = 4
+
+
+class WrittenGroup(NamedTuple):
+    """A generation that lies on disk, renamed and synced, not yet published."""
+
+    path: Path
+    digest: str
+    size_bytes: int
+
+
+@contextlib.contextmanager
+def disk_errors(path: Path) -> Iterator[None]:
+    """Answer a full disk with one line; other errors pass."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise StoreFullError(
+                f"no space left for {path}; free some with 'impress rm' or use another --store"
+            ) from error
+        raise
+
+
+def write_generation(
+    target: Path,
+    layout: NodeLayout,
+    tokens: np.ndarray,
+    layers: LayerKV,
+    attributes: dict[str, Any],
+    rows: np.ndarray | None = None,
+) -> WrittenGroup:
+    """Write one generation at ``target``.
+
+    Parameters
+    ----------
+    target
+        Final folder; one left by a writer that was killed before it published is replaced.
+    layout
+        Geometry; ``layout.tokens == len(tokens)``.
+    tokens
+        uint32 [n], the node's own token ids.
+    layers
+        Called once per layer in order, so that only one layer needs to be in memory.
+    attributes
+        Group attributes (format.md).
+    rows
+        int32 [layers, n], the mapping list; identity where None.
+
+    Raises
+    ------
+    StoreFullError
+        The disk is full. Nothing is left at ``target``.
+    """
+    temp = target.parent / f"{TEMP_PREFIX}{target.name}-{os.getpid()}"
+    with disk_errors(target):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(temp, ignore_errors=True)
+        try:
+            disk_layout.create_group(temp, layout, attributes)
+            _write_arrays(temp, layout, tokens, layers, rows)
+            digest = disk_layout.group_digest(temp)
+            size = _sync_tree(temp)
+            if target.exists():
+                shutil.rmtree(target)
+            temp.rename(target)
+        except BaseException:
+            shutil.rmtree(temp, ignore_errors=True)
+            raise
+        for folder in (target.parent, target.parent.parent, target.parent.parent.parent):
+            sync_dir(folder)
+    return WrittenGroup(target, digest, size)
+
+
+def _write_arrays(
+    group: Path,
+    layout: NodeLayout,
+    tokens: np.ndarray,
+    layers: LayerKV,
+    rows: np.ndarray | None,
+) -> None:
+    crcs = {
+        name: np.empty((layout.shape.num_layers, layout.num_chunks), dtype="<u4")
+        for name in disk_layout.KV_ARRAYS
+    }
+    for layer in range(layout.shape.num_layers):
+        for name, values in zip(disk_layout.KV_ARRAYS, layers(layer), strict=True):
+            path = disk_layout.shard_path(group, name, layer)
+            crcs[name][layer] = write_shard(path, layout, values)
+    if rows is None:
+        order = np.arange(layout.tokens, dtype="<i4")
+        rows = np.broadcast_to(order, (layout.shape.num_layers, layout.tokens))
+    disk_layout.write_small(group, "tokens", tokens.astype("<u4"))
+    disk_layout.write_small(group, "rows", rows.astype("<i4"))
+    for name, values in crcs.items():
+        disk_layout.write_small(group, f"{name}_crc", values)
+
+
+def write_shard(path: Path, layout: NodeLayout, values: np.ndarray) -> np.ndarray:
+    """Write one layer's rows as a shard; returns uint32 [chunks], CRC-32C of the stored chunks.
+
+    ``values``: [n, kv_heads, head_dim] in the storage dtype; the last chunk is zero padded.
+    """
+    expected = (layout.tokens, layout.shape.num_kv_heads, layout.shape.head_dim)
+    assert values.shape == expected, (values.shape, expected)
+    assert values.dtype == layout.shape.np_dtype
+    raw = np.ascontiguousarray(values).reshape(-1).view(np.uint8).data
+    size, chunks = layout.chunk_bytes, layout.num_chunks
+    parts: list[Any] = [raw[i * size : (i + 1) * size] for i in range(chunks)]
+    if len(parts[-1]) < size:
+        parts[-1] = bytes(parts[-1]) + bytes(size - len(parts[-1]))
+    codec = disk_layout.make_codec(layout.codec)
+    if codec is not None:
+        dtype = layout.shape.np_dtype
+        # Blosc shuffles by element size, which it takes from the buffer's dtype.
+        parts = [bytes(codec.encode(np.frombuffer(part, dtype=dtype))) for part in parts]
+    index = disk_layout.pack_index([len(part) for part in parts])
+    with path.open("xb", buffering=0) as file:
+        if codec is None and len(raw) == chunks * size:
+            _write_all(file.fileno(), raw)
+        else:
+            _write_all(file.fileno(), memoryview(b"".join(parts)))
+        _write_all(file.fileno(), memoryview(index))
+    return np.fromiter((crc32c.crc32c(part) for part in parts), dtype="<u4", count=chunks)
+
+
+def _write_all(fd: int, data: memoryview) -> None:
+    while data:
+        data = data[os.write(fd, data) :]
+
+
+def _sync_tree(group: Path) -> int:
+    """fsync every file and folder below ``group``; returns the bytes of its files."""
+    files = [path for path in group.rglob("*") if path.is_file()]
+    with ThreadPoolExecutor(_SYNC_THREADS) as pool:
+        total = sum(pool.map(_sync_file, files))
+    for folder in [*(path for path in group.iterdir() if path.is_dir()), group]:
+        sync_dir(folder)
+    return total
+
+
+def _sync_file(path: Path) -> int:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+        return os.fstat(fd).st_size
+    finally:
+        os.close(fd)
+
+
+def sync_dir(path: Path) -> None:
+    """fsync a folder, so that the names in it survive a power loss."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

@@ -1,0 +1,440 @@
+"""PrefixStore: open or create a store, match, begin a query, insert, scrub, close.
+
+Owns the lifetime of everything below it (catalog, tree, reader, locks) and nothing else: changes
+are `publish`'s, deletions `maintenance`'s, a query is a `QueryRun`'s.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+
+from store import maintenance, rebuild
+from store.disk import layout as disk_layout
+from store.disk.io import Arena, IOOptions
+from store.disk.reader import ChunkReader
+from store.disk.verify import GroupCheck, VerifyReport, verify_group
+from store.disk.writer import LayerKV
+from store.errors import (
+    ChunkLoadError,
+    InvalidValueError,
+    NotAStoreError,
+    PrefixNotFoundError,
+    ReadOnlyStoreError,
+)
+from store.files import FileTable, NodeRows
+from store.identity import ModelIdentity
+from store.index.catalog import Catalog
+from store.index.ids import Ids, prefix_id
+from store.index.radix import PrefixMatch, PrefixNode, RadixTree
+from store.index.rows import NodeRow, PrefixRow, QuarantineRow
+from store.info import StoreInfo, new_info, read_info, write_info
+from store.locks import ReaderLease, WriterLock
+from store.maintenance import GcReport
+from store.publish import InsertResult, Publisher, RemoveReport
+from store.query_run import LoadPart, QueryRun, arena_bytes
+from store.rebuild import RepairReport
+from store.types import KVShape
+
+CATALOG = "catalog.sqlite"
+#: Arenas kept for the next query; more would hold memory that one query at a time can't use.
+_KEPT_ARENAS = 1
+
+
+class PrefixStore:
+    """One open store; a context manager.
+
+    Attributes
+    ----------
+    path, info, shape
+        Where it is, its fixed facts, the KV shape of its model.
+    read_only
+        True where the folder can't be written: queries work, nothing is kept.
+    notes
+        Things to tell the user once, one sentence each.
+    """
+
+    def __init__(self, path: Path, info: StoreInfo, io: IOOptions, device: str = "cpu") -> None:
+        self.path, self.info = path, info
+        self.shape: KVShape = info.identity.shape
+        self.read_only = not os.access(path, os.W_OK)
+        self.notes: list[str] = []
+        self._catalog = Catalog.open(path / CATALOG, readonly=self.read_only)
+        self._device = torch.device(device)
+        self._reader = ChunkReader(io)
+        self._files = FileTable(path, info, info.identity.digest())
+        self._lock = WriterLock(path)
+        self._swept = False
+        self._runs = 0
+        self._arenas: list[Arena] = []
+        self._lease = None if self.read_only else ReaderLease(path, self._catalog.epoch)
+        self._load_tree()
+        self._publisher = Publisher(
+            path, info, self._catalog, lambda: self._tree, self._files, self._reader
+        )
+        if self.read_only:
+            self.notes.append(f"{path} can't be written; statistics and new prefixes are not kept")
+        if self._catalog.journal_note:
+            self.notes.append(self._catalog.journal_note)
+
+    @classmethod
+    def create(
+        cls,
+        path: Path,
+        *,
+        identity: ModelIdentity,
+        model_spec: str,
+        chunk_tokens: int = 16,
+        codec: str = "none",
+        io: IOOptions | None = None,
+        device: str = "cpu",
+    ) -> Self:
+        """Make an empty store in a new or empty folder and open it.
+
+        Raises
+        ------
+        NotAStoreError
+            The folder holds something else.
+        InvalidValueError
+            ``chunk_tokens`` or ``codec`` is not allowed.
+        """
+        path = Path(path)
+        info = new_info(identity, model_spec, chunk_tokens, codec)
+        if path.exists() and (not path.is_dir() or any(path.iterdir())):
+            raise NotAStoreError(
+                f"{path} exists and is not an empty folder; choose another --store"
+            )
+        try:
+            (path / "nodes").mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ReadOnlyStoreError(
+                f"{path} can't be made ({error.strerror}); choose another --store"
+            ) from error
+        # impress.json comes last: without it the folder is no store, whatever else is in it.
+        Catalog.open(path / CATALOG, readonly=False, create=True).close()
+        write_info(path, info)
+        return cls(path, info, io or IOOptions(), device)
+
+    @classmethod
+    def open(
+        cls,
+        path: Path,
+        *,
+        identity: ModelIdentity | None = None,
+        io: IOOptions | None = None,
+        device: str = "cpu",
+    ) -> Self:
+        """Open a store; loads metadata only.
+
+        Parameters
+        ----------
+        identity
+            Identity of the model that will use it; None for commands that touch no KV.
+
+        Raises
+        ------
+        StoreNotFoundError, NotAStoreError, FormatVersionError, CatalogError
+        ModelMismatchError
+            The model differs; the message names the field and both values.
+        """
+        path = Path(path)
+        info = read_info(path)
+        if identity is not None:
+            info.identity.require(identity, str(path))
+        return cls(path, info, io or IOOptions(), device)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Stop reading, drop the lease and close the catalog; a second call does nothing."""
+        self._reader.close()
+        if self._lease is not None:
+            self._lease.release()
+            self._lease = None
+        self._catalog.close()
+
+    def _load_tree(self) -> None:
+        with self._catalog.snapshot():
+            rows, quarantined = self._catalog.nodes(), self._catalog.quarantined()
+        self._tree = RadixTree.from_rows(rows, self._files.load_ids)
+        for bad in quarantined:
+            if bad.node_id in self._tree:
+                self._tree.quarantine(bad.node_id, bad.first_token)
+
+    def refresh(self) -> None:
+        """Take over what other processes published."""
+        if self._catalog.changed():
+            epoch = self._catalog.epoch
+            self._load_tree()
+            # A query under way still reads generations of the epoch it began in.
+            if self._lease is not None and self._runs == 0:
+                self._lease.renew(epoch)
+
+    @contextlib.contextmanager
+    def writing(self, timeout_s: float = 0.0) -> Iterator[None]:
+        """Hold the writer lock (re-entrant); sweeps orphans the first time.
+
+        Raises `StoreLockedError` or `ReadOnlyStoreError`.
+        """
+        if self.read_only:
+            raise ReadOnlyStoreError(
+                f"{self.path} can't be written; copy the store, or mount it writable"
+            )
+        first = self._lock.acquire(timeout_s)
+        try:
+            if first:
+                self.refresh()
+            if not self._swept:
+                self._swept = True
+                maintenance.collect_garbage(self.path, self._catalog, orphans=True)
+            yield
+            if first and self._lease is not None and self._runs == 0:
+                self._lease.renew(self._catalog.epoch)
+                maintenance.collect_garbage(self.path, self._catalog, orphans=False)
+        finally:
+            self._lock.release()
+
+    def match(self, ids: Ids) -> PrefixMatch:
+        """Longest usable stored beginning of ``ids`` (uint32 [n]); changes nothing."""
+        self.refresh()
+        return self._tree.match(ids)
+
+    def begin(
+        self,
+        ids: Ids,
+        *,
+        max_new_tokens: int,
+        load: bool = True,
+        max_match: int | None = None,
+    ) -> tuple[QueryRun, PrefixMatch]:
+        """Match a prompt, pin the matched nodes and start reading them.
+
+        Parameters
+        ----------
+        ids
+            uint32 [n], prefix and question; at most n - 1 tokens are matched, as one must run
+            through the model to give logits.
+        max_new_tokens
+            Room for the answer.
+        load
+            False to use nothing that is stored.
+        max_match
+            Match no more tokens than this.
+
+        Returns
+        -------
+        The run, which the caller closes, and the match it uses (cut where a node could not be
+        opened; ``stop`` is then ``unreadable``).
+        """
+        if len(ids) == 0:
+            raise InvalidValueError("a run needs at least one token; the prompt is empty")
+        self.refresh()
+        limit = len(ids) - 1 if load else 0
+        limit = limit if max_match is None else min(limit, max_match)
+        match = self._tree.match(ids[:limit])
+        parts: list[LoadPart] = []
+        for index, (node, used) in enumerate(match.nodes):
+            try:
+                parts.append(LoadPart(self._files.get(node), used))
+            except ChunkLoadError as error:
+                self.quarantine(error)
+                match = PrefixMatch(match.nodes[:index], node.start, "unreadable", error)
+                break
+        capacity = len(ids) + max_new_tokens
+        run = QueryRun(
+            self.shape,
+            parts,
+            self._reader,
+            self._take_arena(arena_bytes(self.shape, capacity)),
+            capacity,
+            self._device,
+            self._give_arena,
+        )
+        self._runs += 1
+        return run, match
+
+    def _take_arena(self, size: int) -> Arena:
+        for arena in self._arenas:
+            if arena.size >= size:
+                self._arenas.remove(arena)
+                break
+        else:
+            # One that is too small is dropped rather than kept beside a larger one.
+            self._arenas.clear()
+            arena = Arena(size)
+        if self._reader.options.poison:
+            arena.poison()
+        return arena
+
+    def _give_arena(self, arena: Arena | None) -> None:
+        self._runs -= 1
+        if arena is not None and len(self._arenas) < _KEPT_ARENAS:
+            self._arenas.append(arena)
+
+    def io_note(self) -> str | None:
+        """Why reads don't use O_DIRECT, where that was asked for; known after the first read."""
+        return self._reader.note
+
+    def quarantine(self, error: ChunkLoadError) -> None:
+        """Remember data that failed to load, so that later matches end before it."""
+        if error.node_id not in self._tree:
+            return
+        node = self._tree.get(error.node_id)
+        self._tree.quarantine(error.node_id, error.first_token)
+        self._files.forget(error.node_id)
+        if self.read_only:
+            return
+        row = QuarantineRow(
+            error.node_id,
+            node.generation,
+            error.array,
+            error.layer,
+            error.chunk,
+            error.first_token,
+            error.reason,
+            time.time(),
+        )
+        with self._catalog.transaction() as txn:
+            txn.quarantine(row)
+
+    def insert(
+        self,
+        ids: Ids,
+        layers: LayerKV,
+        start: int,
+        *,
+        name: str | None = None,
+        source: dict[str, Any] | None = None,
+        timeout_s: float = 0.0,
+    ) -> InsertResult:
+        """Store KV computed with full attention; see `Publisher.insert`."""
+        with self.writing(timeout_s):
+            return self._publisher.insert(ids, layers, start, name, source or {})
+
+    def add_prefix(self, ids: Ids, name: str, source: dict[str, Any]) -> PrefixRow:
+        """List tokens that are stored already under a name."""
+        with self.writing():
+            return self._publisher.name_prefix(ids, name, source)
+
+    def replace(self, node_id: str, layers: LayerKV) -> int:
+        """Publish a new generation of a node from its rows in token order; returns its bytes."""
+        with self.writing():
+            return self._publisher.replace(self._tree.get(node_id), layers)
+
+    def remove(self, row: PrefixRow) -> RemoveReport:
+        """Delete a prefix and what only it needed."""
+        with self.writing():
+            return self._publisher.remove(row)
+
+    def prefixes(self) -> list[PrefixRow]:
+        """All prefixes, oldest first."""
+        return self._catalog.prefixes()
+
+    def prefix(self, key: str) -> PrefixRow:
+        """One prefix by id, unique beginning of it, or name. Raises `PrefixNotFoundError`."""
+        return self._catalog.prefix(key)
+
+    def has_prefix(self, ids: Ids) -> PrefixRow | None:
+        """The listed prefix with exactly these tokens, if all of it can be used."""
+        try:
+            row = self._catalog.prefix(prefix_id(ids))
+        except PrefixNotFoundError:
+            return None
+        whole = row.length == len(ids) and self._tree.match(ids).matched_len == len(ids)
+        return row if whole else None
+
+    def prefix_ids(self, row: PrefixRow) -> Ids:
+        """Token ids of a prefix, uint32 [length]. Raises `ChunkLoadError`."""
+        return self._tree.path_ids(self._tree.get(row.node_id))[: row.length]
+
+    def node_rows(self, node_id: str) -> NodeRows:
+        """Reader of a node's rows in token order."""
+        return NodeRows(self._reader, self._files.get(self._tree.get(node_id)))
+
+    def node(self, node_id: str) -> PrefixNode:
+        """One node by its full id. Raises `PrefixNotFoundError`."""
+        return self._tree.get(node_id)
+
+    def nodes(self) -> list[NodeRow]:
+        """All nodes as the catalog has them."""
+        return self._catalog.nodes()
+
+    def path_ids(self, node_id: str) -> Ids:
+        """All token ids from position 0 to a node's end. Raises `ChunkLoadError`."""
+        return self._tree.path_ids(self._tree.get(node_id))
+
+    def quarantined(self) -> list[QuarantineRow]:
+        """Data known to be bad."""
+        return self._catalog.quarantined()
+
+    def add_counters(self, amounts: dict[str, float]) -> None:
+        """Add to the lifetime statistics; does nothing where the store can't be written."""
+        if not self.read_only:
+            self._catalog.add_counters(amounts)
+
+    def counters(self) -> dict[str, float]:
+        """Lifetime statistics of queries."""
+        return self._catalog.counters()
+
+    def verify(self, progress: Callable[[int, int], None] | None = None) -> VerifyReport:
+        """Scrub every published generation; ``progress(done, total)`` in nodes."""
+        self.refresh()
+        rows = self._catalog.nodes()
+        total = VerifyReport(0, 0, 0, [])
+        for done, row in enumerate(rows, 1):
+            group = disk_layout.generation_dir(self.path, row.node_id, row.generation)
+            layout = self._files.layout(row.length)
+            one = verify_group(GroupCheck(row.node_id, group, layout, row.group_digest, row.digest))
+            total = VerifyReport(
+                total.nodes + 1,
+                total.chunks + one.chunks,
+                total.bytes + one.bytes,
+                [*total.bad, *one.bad],
+            )
+            if progress is not None:
+                progress(done, len(rows))
+        return total
+
+    def gc(self) -> GcReport:
+        """Delete orphans and retired generations that no reader needs."""
+        with self.writing():
+            if self._lease is not None and self._runs == 0:
+                self._lease.renew(self._catalog.epoch)
+            return maintenance.collect_garbage(self.path, self._catalog, orphans=True)
+
+    def size_bytes(self) -> int:
+        """Bytes the store takes on disk, as ``du`` counts them."""
+        return maintenance.tree_bytes(self.path)
+
+
+def rebuild_store(path: Path) -> RepairReport:
+    """Rebuild the catalog of a store whose catalog is lost or damaged; the old file is kept aside.
+
+    Raises
+    ------
+    StoreLockedError
+        Another process is writing.
+    """
+    path = Path(path)
+    info = read_info(path)
+    lock = WriterLock(path)
+    lock.acquire(0.0)
+    try:
+        for suffix in ("", "-wal", "-shm"):
+            old = path / f"{CATALOG}{suffix}"
+            if old.exists():
+                old.rename(path / f"{CATALOG}{suffix}.before-repair")
+        with Catalog.open(path / CATALOG, readonly=False, create=True) as catalog:
+            return rebuild.rebuild_catalog(path, info, catalog)
+    finally:
+        lock.release()

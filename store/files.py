@@ -1,0 +1,182 @@
+"""Open published generations: check that the files are those the index means, then read them.
+
+Owns the cache of `NodeFiles` (checksum tables and mapping lists of nodes in use) and reading a
+node's rows whole, which splitting and repair need.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from store.disk import layout as disk_layout
+from store.disk.io import MAX_BLOCK, Arena
+from store.disk.layout import KV_ARRAYS, NodeLayout
+from store.disk.reader import ChunkReader, NodeFiles, ShardRead
+from store.errors import ChunkLoadError
+from store.index.ids import Ids
+from store.index.radix import PrefixNode
+from store.info import StoreInfo
+
+_CACHED_NODES = 256
+
+
+class GroupFacts(NamedTuple):
+    """Attributes that only rebuilding a lost catalog reads.
+
+    ``supersedes`` lists the nodes this one was split from, ``prefixes`` [name, length, source] of
+    the prefixes that end in it.
+    """
+
+    supersedes: list[str]
+    prefixes: list[list[Any]]
+
+    def split(self, node_id: str, at: int) -> tuple[GroupFacts, GroupFacts]:
+        """Facts of the two halves of node ``node_id``, split at absolute position ``at``."""
+        replaced = [node_id, *self.supersedes]
+        above = [entry for entry in self.prefixes if entry[1] <= at]
+        below = [entry for entry in self.prefixes if entry[1] > at]
+        return GroupFacts(replaced, above), GroupFacts(replaced, below)
+
+
+def node_attributes(
+    node: PrefixNode, info: StoreInfo, identity_digest: str, facts: GroupFacts
+) -> dict[str, Any]:
+    """Attributes of a node generation's group (format.md)."""
+    return {
+        "node_id": node.node_id,
+        "generation": node.generation,
+        "parent_id": node.parent.node_id if node.parent else None,
+        "first_position": node.start,
+        "token_digest": node.digest,
+        "identity_digest": identity_digest,
+        "layout_version": disk_layout.LAYOUT_VERSION,
+        "kv_dtype": info.dtype,
+        "order": "original",
+        **facts._asdict(),
+    }
+
+
+class FileTable:
+    """Validated `NodeFiles` by node, least recently used first out."""
+
+    def __init__(self, store: Path, info: StoreInfo, identity_digest: str) -> None:
+        self._store, self._info, self._identity_digest = store, info, identity_digest
+        self._open: OrderedDict[tuple[str, int], NodeFiles] = OrderedDict()
+
+    def layout(self, tokens: int) -> NodeLayout:
+        """Geometry of a node of ``tokens`` tokens in this store."""
+        info = self._info
+        return NodeLayout(info.identity.shape, tokens, info.chunk_tokens, info.codec)
+
+    def get(self, node: PrefixNode) -> NodeFiles:
+        """Files of a node's published generation. Raises `ChunkLoadError`."""
+        key = (node.node_id, node.generation)
+        files = self._open.get(key)
+        if files is None:
+            files = self._open[key] = self._load(node)
+            if len(self._open) > _CACHED_NODES:
+                self._open.popitem(last=False)
+        else:
+            self._open.move_to_end(key)
+        return files
+
+    def facts(self, node: PrefixNode) -> GroupFacts:
+        """What a node's group says for a rebuild; nothing where it can't be read."""
+        group = disk_layout.generation_dir(self._store, node.node_id, node.generation)
+        try:
+            found = disk_layout.read_attributes(group)
+            return GroupFacts(list(found["supersedes"]), list(found["prefixes"]))
+        except (OSError, ValueError, KeyError, TypeError):
+            return GroupFacts([], [])
+
+    def forget(self, node_id: str) -> None:
+        """Drop what is known of a node whose generation was replaced or removed."""
+        for key in [key for key in self._open if key[0] == node_id]:
+            del self._open[key]
+
+    def _load(self, node: PrefixNode) -> NodeFiles:
+        group = disk_layout.generation_dir(self._store, node.node_id, node.generation)
+        layout = self.layout(node.length)
+        try:
+            order = self._check_attributes(group, node)
+        except (OSError, ValueError, KeyError) as error:
+            raise self._error(node, "zarr.json", error) from error
+        table = (layout.shape.num_layers, layout.num_chunks)
+        crcs = {}
+        for name in KV_ARRAYS:
+            try:
+                crcs[name] = disk_layout.read_small(group, f"{name}_crc", "<u4", table)
+            except (OSError, ValueError) as error:
+                raise self._error(node, f"{name}_crc", error) from error
+        rows = None if order == "original" else self._rows(group, node, layout)
+        return NodeFiles(node.node_id, group, layout, node.start, crcs["k"], crcs["v"], rows)
+
+    def _rows(self, group: Path, node: PrefixNode, layout: NodeLayout) -> np.ndarray:
+        dims = (layout.shape.num_layers, layout.tokens)
+        try:
+            return disk_layout.read_small(group, "rows", "<i4", dims)
+        except (OSError, ValueError) as error:
+            raise self._error(node, "rows", error) from error
+
+    def _check_attributes(self, group: Path, node: PrefixNode) -> str:
+        """Compare the group's attributes with the index; returns its order."""
+        found = disk_layout.read_attributes(group)
+        expected = node_attributes(node, self._info, self._identity_digest, GroupFacts([], []))
+        for name, value in expected.items():
+            # A split above changes the parent; the others are the group's own to say.
+            own = ("order", "parent_id", *GroupFacts._fields)
+            if name not in own and found.get(name) != value:
+                raise ValueError(f"{name} is {found.get(name)}, expected {value}")
+        return str(found["order"])
+
+    @staticmethod
+    def _error(node: PrefixNode, array: str, error: Exception) -> ChunkLoadError:
+        reason = "missing" if isinstance(error, FileNotFoundError) else f"corrupt ({error})"
+        return ChunkLoadError(node.node_id, array, -1, -1, node.start, reason)
+
+    def load_ids(self, node: PrefixNode) -> Ids:
+        """A node's own token ids, uint32 [length]. Raises `ChunkLoadError`."""
+        group = disk_layout.generation_dir(self._store, node.node_id, node.generation)
+        try:
+            return disk_layout.read_small(group, "tokens", "<u4", (node.length,))
+        except (OSError, ValueError) as error:
+            raise self._error(node, "tokens", error) from error
+
+
+class NodeRows:
+    """All rows of one node in token order, one layer in memory at a time."""
+
+    def __init__(self, reader: ChunkReader, files: NodeFiles) -> None:
+        self._reader, self._files = reader, files
+        # One block more than the data, so that the last read can be widened in place.
+        size = files.layout.data_bytes + MAX_BLOCK
+        self._arenas = [Arena(size) for _ in KV_ARRAYS]
+
+    def layer(self, layer: int) -> tuple[np.ndarray, np.ndarray]:
+        """Keys and values, each [n, kv_heads, head_dim] in storage dtype; valid until called next.
+
+        Raises `ChunkLoadError`.
+        """
+        return self.head(layer, self._files.layout.tokens)
+
+    def head(self, layer: int, tokens: int) -> tuple[np.ndarray, np.ndarray]:
+        """Like `layer`, of the node's first ``tokens`` tokens; reads no further in token order."""
+        k, v = (self._array(layer, which, tokens) for which in range(2))
+        return k, v
+
+    def _array(self, layer: int, which: int, tokens: int) -> np.ndarray:
+        files, layout = self._files, self._files.layout
+        # In another order than the tokens', the first ones may lie in any chunk.
+        stored_rows = tokens if files.rows is None else layout.tokens
+        valid = stored_rows * layout.shape.row_bytes
+        chunks = disk_layout.chunk_count(stored_rows, layout.chunk_tokens)
+        arena = self._arenas[which]
+        read = ShardRead(files, KV_ARRAYS[which], layer, 0, chunks, arena.view, valid)
+        self._reader.read(read)
+        stored = arena.array[:valid].view(layout.shape.np_dtype)
+        stored = stored.reshape(stored_rows, layout.shape.num_kv_heads, layout.shape.head_dim)
+        return stored if files.rows is None else stored[files.rows[layer][:tokens]]

@@ -1,0 +1,96 @@
+"""Delete what nobody needs. Its caller holds the writer lock."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from store.disk import layout as disk_layout
+from store.disk.writer import TEMP_PREFIX
+from store.index.catalog import Catalog
+from store.locks import oldest_lease
+
+
+class GcReport(NamedTuple):
+    """Groups deleted and the bytes that became free; groups kept for readers of old ones."""
+
+    removed_groups: int
+    freed_bytes: int
+    kept_groups: int
+
+
+def collect_garbage(store: Path, catalog: Catalog, *, orphans: bool) -> GcReport:
+    """Delete retired generations that no lease needs and, with ``orphans``, unknown folders."""
+    lease = oldest_lease(store)
+    removed = freed = kept = 0
+    gone = []
+    for row in catalog.garbage():
+        if lease is not None and lease < row.retired_epoch:
+            kept += 1
+            continue
+        group = disk_layout.generation_dir(store, row.node_id, row.generation)
+        freed += _delete(group)
+        _drop_empty(group.parent)
+        removed += 1
+        gone.append(row)
+    if gone:
+        with catalog.transaction() as txn:
+            for row in gone:
+                txn.forget_garbage(row.node_id, row.generation)
+    if orphans:
+        for folder in list(_orphans(store, catalog)):
+            freed += _delete(folder)
+            _drop_empty(folder.parent)
+            removed += 1
+    return GcReport(removed, freed, kept)
+
+
+def _delete(folder: Path) -> int:
+    size = tree_bytes(folder)
+    shutil.rmtree(folder, ignore_errors=True)
+    return size
+
+
+def _drop_empty(folder: Path) -> None:
+    """Remove a node's folder once only marks are left in it, and its fan-out folder if empty.
+
+    A mark is of no use without its group: what is gone can't be brought back.
+    """
+    if not folder.is_dir() or any(path.is_dir() for path in folder.iterdir()):
+        return
+    shutil.rmtree(folder, ignore_errors=True)
+    if folder.parent.is_dir() and not any(folder.parent.iterdir()):
+        folder.parent.rmdir()
+
+
+def tree_bytes(folder: Path) -> int:
+    """Bytes that a folder takes on disk, as ``du`` counts them."""
+    total = 0
+    for path in folder.rglob("*"):
+        try:
+            total += path.lstat().st_blocks * 512
+        except FileNotFoundError:
+            continue  # deleted by its owner meanwhile
+    return total
+
+
+def group_folders(store: Path) -> Iterator[Path]:
+    """Every folder that a node's folder holds: generations, temporary ones, anything else."""
+    for fan_out in sorted((store / "nodes").glob("*")):
+        for node in sorted(path for path in fan_out.iterdir() if path.is_dir()):
+            yield from sorted(path for path in node.iterdir() if path.is_dir())
+
+
+def _orphans(store: Path, catalog: Catalog) -> Iterator[Path]:
+    known = {
+        disk_layout.generation_dir(store, row.node_id, row.generation) for row in catalog.nodes()
+    }
+    known |= {
+        disk_layout.generation_dir(store, row.node_id, row.generation) for row in catalog.garbage()
+    }
+    for folder in group_folders(store):
+        is_group = folder.name.startswith(("g", TEMP_PREFIX))
+        if is_group and folder not in known:
+            yield folder

@@ -1,0 +1,173 @@
+"""Rebuild a lost catalog from the groups on disk alone. Its caller holds the writer lock.
+
+Node ids are digests of the identity, the position and every token from the root on, so that a
+node's parent is the one under which its id comes out right; no stored link has to be trusted.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from store.disk import layout as disk_layout
+from store.index.catalog import Catalog
+from store.index.ids import FIRST_IDS, Ids, ids_digest, node_id, pack_ids, prefix_id
+from store.index.rows import NodeRow, PrefixRow
+from store.info import StoreInfo
+from store.maintenance import group_folders
+from store.publish import REMOVED_MARK
+
+
+class RepairReport(NamedTuple):
+    """Nodes taken over into the new catalog, and groups that could not be placed."""
+
+    nodes: int
+    dropped: int
+
+
+class _Found(NamedTuple):
+    """A group on disk that says it belongs to this store."""
+
+    group: Path
+    attributes: dict[str, Any]
+    tokens: Ids
+
+    @property
+    def name(self) -> str:
+        return str(self.attributes["node_id"])
+
+    @property
+    def supersedes(self) -> list[str]:
+        return list(self.attributes["supersedes"])
+
+    @property
+    def start(self) -> int:
+        return int(self.attributes["first_position"])
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.tokens)
+
+
+class _Placed(NamedTuple):
+    """A group with its parent and all token ids from the root to its end."""
+
+    item: _Found
+    parent: str | None
+    path_ids: Ids
+
+
+def rebuild_catalog(store: Path, info: StoreInfo, catalog: Catalog) -> RepairReport:
+    """Fill an empty catalog from the groups' own attributes.
+
+    The newest generation of each node wins. Nodes wholly superseded by present ones (a split)
+    and nodes marked as removed stay out. Prefixes get their names back where the group has them,
+    else each leaf is listed as ``recovered-<node>``.
+    """
+    found = {item.name: item for item in _newest(store, info)}
+    placed = _place(_current(found), info.identity.digest())
+    parents = {entry.parent for entry in placed.values()}
+    with catalog.transaction() as txn:
+        txn.put_nodes(_row(entry) for entry in placed.values())
+        for entry in placed.values():
+            for row in _prefixes(entry, leaf=entry.item.name not in parents):
+                txn.put_prefix(row)
+    return RepairReport(len(placed), len(found) - len(placed))
+
+
+def _newest(store: Path, info: StoreInfo) -> Iterator[_Found]:
+    newest: dict[str, _Found] = {}
+    for group in group_folders(store):
+        item = _read_group(group, info.identity.digest())
+        if item is None:
+            continue
+        known = newest.get(item.name)
+        if known is None or known.attributes["generation"] < item.attributes["generation"]:
+            newest[item.name] = item
+    yield from newest.values()
+
+
+def _read_group(group: Path, identity: str) -> _Found | None:
+    """A usable group, None for a temporary, removed, foreign or unreadable one."""
+    try:
+        attributes = disk_layout.read_attributes(group)
+        generation = int(attributes["generation"])
+        size = disk_layout.small_array_path(group, "tokens").stat().st_size - 4
+        tokens = disk_layout.read_small(group, "tokens", "<u4", (size // 4,))
+        usable = (
+            attributes["identity_digest"] == identity
+            and attributes["layout_version"] == disk_layout.LAYOUT_VERSION
+            and attributes["token_digest"] == ids_digest(tokens)
+            and group.name == f"g{generation}"
+            and not (group.parent / f"{REMOVED_MARK}{generation}").exists()
+        )
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return _Found(group, attributes, tokens) if usable else None
+
+
+def _current(found: dict[str, _Found]) -> list[_Found]:
+    """Leave out nodes that a finished split replaced, and the halves of an unfinished one."""
+    heirs: dict[str, list[_Found]] = {}
+    for item in found.values():
+        for old in item.supersedes:
+            heirs.setdefault(old, []).append(item)
+    replaced = {
+        name
+        for name, item in found.items()
+        if any(heir.start == item.start for heir in heirs.get(name, []))
+        and any(heir.end == item.end for heir in heirs.get(name, []))
+    }
+    return [
+        item
+        for name, item in found.items()
+        if name not in replaced
+        and not any(old in found and old not in replaced for old in item.supersedes)
+    ]
+
+
+def _place(items: list[_Found], identity: str) -> dict[str, _Placed]:
+    """Nodes that have a place, parents before children."""
+    placed: dict[str, _Placed] = {}
+    by_end: dict[int, list[_Placed]] = {}
+    root = _Placed(_Found(Path(), {}, np.empty(0, np.uint32)), None, np.empty(0, np.uint32))
+    for item in sorted(items, key=lambda item: (item.start, item.name)):
+        for above in by_end.get(item.start, []) if item.start else [root]:
+            path = np.concatenate([above.path_ids, item.tokens])
+            if node_id(identity, path, item.start) == item.name:
+                parent = above.item.name if item.start else None
+                entry = placed[item.name] = _Placed(item, parent, path)
+                by_end.setdefault(item.end, []).append(entry)
+                break
+    return placed
+
+
+def _row(entry: _Placed) -> NodeRow:
+    item = entry.item
+    return NodeRow(
+        item.name,
+        entry.parent,
+        item.start,
+        len(item.tokens),
+        pack_ids(item.tokens[:FIRST_IDS]),
+        str(item.attributes["token_digest"]),
+        int(item.attributes["generation"]),
+        disk_layout.group_digest(item.group),
+        sum(path.stat().st_size for path in item.group.rglob("*") if path.is_file()),
+    )
+
+
+def _prefixes(entry: _Placed, *, leaf: bool) -> Iterator[PrefixRow]:
+    item = entry.item
+    listed = [tuple(known) for known in item.attributes.get("prefixes", [])]
+    if leaf and not listed:
+        listed = [(f"recovered-{item.name[:8]}", item.end, {"kind": "recovered"})]
+    for name, length, source in listed:
+        ids = entry.path_ids[:length]
+        text = json.dumps(source, ensure_ascii=False, sort_keys=True)
+        yield PrefixRow(prefix_id(ids), name, length, item.name, ids_digest(ids), time.time(), text)
