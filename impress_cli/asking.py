@@ -15,9 +15,8 @@ from impress_cli.session import loaded_model, opened_store, stored_model
 from impress_cli.ui import Ui
 
 if TYPE_CHECKING:
-    from pipelines.generate import Answer
-
     from pipelines.ask import Divergence, Prefix
+    from pipelines.generate import Answer
     from pipelines.models import LoadedModel
     from store.engine import PrefixStore
 
@@ -57,35 +56,46 @@ class Asker:
 
     def find(self, key: str | None) -> Prefix:
         """Return the prefix that ``key`` names, or an empty one; say which kind it is."""
-        from pipelines.ask import Prefix, find_prefix, tokenizer_of
+        from pipelines.ask import Prefix, find_prefix
 
         if key is None:
             return Prefix(_no_tokens(), template=self.settings.template)
-        prefix = find_prefix(self.store, tokenizer_of(self.model), key, self.settings.template)
-        self.ui.note(f"prefix {prefix.name}: {prefix.origin}, {len(prefix.ids)} tokens")
+        prefix = find_prefix(self.store, self.model, key, self.settings.template)
+        of = f"file {key}" if prefix.origin == "file" else f"stored prefix {prefix.name}"
+        self.ui.note(f"{of}: {len(prefix.ids)} tokens")
+        if cut := prefix.source.get("cut_tokens"):
+            self.ui.warn(
+                f"{cut} tokens were cut from the end: a prefix may have "
+                f"{self.model.prefix_limit} tokens with this model"
+            )
         return prefix
 
     def ask(
         self, prefix: Prefix, prompt: str, on_text: Callable[[str], None] | None = None
     ) -> Reply:
         """Answer one question. Raises ImpressError for what can't be answered."""
-        import numpy as np
+        from pipelines.ask import ask, divergence
         from pipelines.generate import QueryOptions
-
-        from pipelines.ask import ask, divergence, tokenizer_of
 
         chosen = self.settings
         options = QueryOptions(
             max_new_tokens=chosen.max_new_tokens,
             retention=chosen.retention,
             plan=chosen.plan,
-            insert=chosen.insert,
-            system=chosen.system,
+            # The turns of a chat would stay in the store without a name to remove them by.
+            insert="never" if prefix.origin == "chat" else chosen.insert,
         )
         answer = ask(self.store, self.model, prefix, prompt, options, on_text)
-        ids = prefix.ids if len(prefix.ids) else np.zeros(0, dtype=np.uint32)
-        parting = divergence(answer.matched, ids, tokenizer_of(self.model))
+        self._announce_io()
+        parting = divergence(answer.matched, prefix.ids, self.model.tokenizer)
         return Reply(answer, prefix, parting)
+
+    def _announce_io(self) -> None:
+        """Say once, after the first read, if O_DIRECT was asked for and can't be had."""
+        note = self.store.io_note()
+        if note is not None and note not in self.notes:
+            self.notes.append(note)
+            self.ui.note(note)
 
     def one_shot(self, prompt: str, *, as_json: bool) -> int:
         """Answer one question from the command line; the exit code is 0."""

@@ -30,7 +30,10 @@ def run_batch(asker: Asker, source: str) -> int:
             reply = error_object(number, error)
         asker.ui.json(reply, indent=None)
     if failed:
-        asker.ui.error(f"{failed} of the prompts in {source} could not be answered; see 'error'")
+        where = "stdin" if source == "-" else source
+        asker.ui.error(
+            f"{failed} of the lines in {where} could not be answered; their 'error' says why"
+        )
     return 1 if failed else 0
 
 

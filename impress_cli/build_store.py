@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-import shutil
-from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from impress_cli.build_choices import (
+    Choices,
+    choose,
+    delete_store,
+    existing_info,
+    read_inputs,
+)
 from impress_cli.options import (
     BandwidthOption,
     DeviceOption,
     DiskSettings,
-    Dtype,
     DtypeOption,
     IoMode,
     IoOption,
@@ -28,16 +32,13 @@ from impress_cli.options import (
 )
 from impress_cli.ui import Ui, ui_of
 from impress_cli.units import parse_size
-from store.errors import InvalidValueError, NotAStoreError
+from store.errors import InvalidValueError
 
 if TYPE_CHECKING:
     from pipelines.models import LoadedModel
     from pipelines.prefixes import PrefixSource
-    from pipelines.recipe import Recipe
     from store.engine import PrefixStore
     from store.info import StoreInfo
-
-RECIPE_SUFFIXES = (".yaml", ".yml")
 
 
 class Probe(StrEnum):
@@ -47,16 +48,6 @@ class Probe(StrEnum):
     HEADS = "heads"
     SKETCH = "sketch"
     BOTH = "both"
-
-
-@dataclass(frozen=True, slots=True)
-class Choices:
-    """What a new store is made of; None where nothing was said."""
-
-    model: str
-    dtype: str
-    chunk_tokens: int
-    codec: str
 
 
 def command(
@@ -146,7 +137,7 @@ def command(
     choices = choose(info, recipe, store, model, dtype, chunk_tokens, codec)
     loaded = _load(ui, choices, device, threads)
     if dry_run:
-        _plan(ui, store if info else None, loaded, source, disk, json_output)
+        _plan(ui, store, info is not None, loaded, source, disk, json_output)
         return
     if fresh:
         delete_store(store)
@@ -156,102 +147,6 @@ def command(
         ui.json(_json("build-store", report, loaded, disk))
     else:
         _show(ui, report, store)
-
-
-def read_inputs(
-    inputs: list[str], template: str, limit: int | None
-) -> tuple[Recipe | None, PrefixSource]:
-    """Return the recipe, if one was named, and the prefixes to store. Raises ImpressError."""
-    from pipelines.prefixes import source_from_files, source_from_recipe
-    from pipelines.recipe import load_recipe, recipe_path
-
-    if not is_recipe(inputs[0]):
-        source = source_from_files([Path(text) for text in inputs], template=template)
-        source.limit = limit
-        return None, source
-    if template != "auto":
-        raise InvalidValueError(
-            f"--template {template} has no effect on a recipe; write 'template: {template}' "
-            "under its prefixes"
-        )
-    recipe = load_recipe(inputs[0])
-    files = [Path(text) for text in inputs[1:]]
-    source = source_from_recipe(recipe, recipe_path(inputs[0]).parent, files)
-    source.limit = limit if source.limit is None or limit is None else min(limit, source.limit)
-    return recipe, source
-
-
-def is_recipe(text: str) -> bool:
-    """Whether an input names a recipe: a .yaml file, or a bare name that is no file."""
-    path = Path(text)
-    if path.suffix in RECIPE_SUFFIXES:
-        return True
-    return not path.suffix and path.name == text and not path.exists()
-
-
-def existing_info(store: Path) -> StoreInfo | None:
-    """Facts of the store at the path; None where nothing is there yet."""
-    from store.info import read_info
-
-    if not store.exists() or (store.is_dir() and not any(store.iterdir())):
-        return None
-    return read_info(store)
-
-
-def choose(
-    info: StoreInfo | None,
-    recipe: Recipe | None,
-    store: Path,
-    model: str | None,
-    dtype: Dtype | None,
-    chunk_tokens: int | None,
-    codec: str | None,
-) -> Choices:
-    """Settle model and layout: option, else the store's own, else the recipe's, else default.
-
-    Raises InvalidValueError where an option contradicts the store that is already there.
-    """
-    from impress_cli.session import DEFAULT_MODEL
-
-    given = {"chunk_tokens": chunk_tokens, "codec": codec}
-    if info is not None:
-        _refuse_change(info, store, given)
-        return Choices(
-            model or info.model_spec,
-            info.dtype if dtype is None else dtype.value,
-            info.chunk_tokens,
-            info.codec,
-        )
-    layout = recipe.store if recipe else None
-    return Choices(
-        model or (recipe.model if recipe else None) or DEFAULT_MODEL,
-        "auto" if dtype is None else dtype.value,
-        chunk_tokens or (layout.chunk_tokens if layout else 16),
-        codec or (layout.codec if layout else "none"),
-    )
-
-
-def _refuse_change(info: StoreInfo, store: Path, given: dict[str, Any]) -> None:
-    for name, value in given.items():
-        stored = getattr(info, name)
-        if value is not None and value != stored:
-            option = "--" + name.replace("_", "-")
-            raise InvalidValueError(
-                f"{option} {value} differs from the {stored} that the store at {store} was "
-                "built with; leave it out, build another --store, or start anew with --fresh"
-            )
-
-
-def delete_store(store: Path) -> None:
-    """Delete a store, of any format version, but nothing that is not one."""
-    if not store.exists() or not any(store.iterdir()):
-        return
-    if not (store / "impress.json").is_file():
-        raise NotAStoreError(
-            f"{store} is not an impress store (no impress.json), so --fresh does not delete it; "
-            "choose another --store"
-        )
-    shutil.rmtree(store)
 
 
 def _load(ui: Ui, choices: Choices, device: str, threads: int | None) -> LoadedModel:
@@ -304,7 +199,8 @@ def _build(
 
 def _plan(
     ui: Ui,
-    path: Path | None,
+    store: Path,
+    exists: bool,
     loaded: LoadedModel,
     source: PrefixSource,
     disk: DiskSettings,
@@ -312,17 +208,19 @@ def _plan(
 ) -> None:
     from contextlib import nullcontext
 
-    from pipelines.build import plan_build
-
     from impress_cli.render import flat_table
     from impress_cli.session import opened_store
+    from pipelines.build import plan_build
 
-    opening = opened_store(ui, path, identity=loaded.identity, disk=disk) if path else nullcontext()
+    opening = (
+        opened_store(ui, store, identity=loaded.identity, disk=disk) if exists else nullcontext()
+    )
     with opening as opened:
-        plan = plan_build(loaded, source, opened)
+        plan = plan_build(loaded, source, opened, path=store)
     values = {
         "prefixes": plan.prefixes,
         "tokens": plan.tokens,
+        "computed_tokens": plan.computed_tokens,
         "bytes": plan.bytes,
         "duration_s": plan.seconds,
         "free_bytes": plan.free_bytes,

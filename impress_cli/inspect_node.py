@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from impress_cli.options import JsonOption, StoreOption
 from impress_cli.ui import ui_of
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from store.index.rows import NodeRow
 
 
 def command(
@@ -26,6 +31,8 @@ def command(
     from pipelines.overview import node_detail
 
     ui = ui_of(ctx)
+    body: dict[str, Any]
+    shown: RenderableType
     with opened_store(ui, store) as opened:
         if node is not None:
             detail = node_detail(opened, node)
@@ -40,7 +47,7 @@ def command(
         ui.show(shown)
 
 
-def node_object(row: object) -> dict[str, object]:
+def node_object(row: NodeRow) -> dict[str, Any]:
     """JSON object of a catalog row of a node."""
     names = ("node_id", "parent_id", "start", "length", "generation", "bytes")
     return {name: getattr(row, name) for name in names}

@@ -19,6 +19,8 @@ from impress_cli.units import parse_retention
 from store.errors import ImpressError, InvalidValueError
 
 if TYPE_CHECKING:
+    from prompt_toolkit.history import History
+
     from impress_cli.asking import Asker, Reply
     from pipelines.ask import Prefix
 
@@ -154,7 +156,7 @@ def _read_lines() -> Iterator[str]:
             continue
 
 
-def _history() -> object:
+def _history() -> History:
     from prompt_toolkit.history import FileHistory, InMemoryHistory
 
     folder = Path(typer.get_app_dir("impress"))

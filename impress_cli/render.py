@@ -15,12 +15,12 @@ from impress_cli.units import (
 )
 
 if TYPE_CHECKING:
-    from pipelines.generate import Answer
     from rich.table import Table
     from rich.tree import Tree
 
     from pipelines.ask import Divergence
     from pipelines.demo import DemoReport
+    from pipelines.generate import Answer
     from store.index.catalog import NodeRow
     from store.stats import QueryStats
 
@@ -154,7 +154,7 @@ def _humanise(key: str, value: Any) -> str:
     last = key.rsplit(".", 1)[-1]
     if key.startswith("bytes") or "bytes" in last:
         return format_bytes(value)
-    if last.endswith("_s"):
+    if last.endswith("_s") or key.startswith("stages_s."):
         return format_seconds(value)
     if key.startswith(("hit.", "important_hit")) or last.endswith(("_ratio", "_share")):
         return format_percent(value)
@@ -191,8 +191,16 @@ def verify_lines(report: Mapping[str, Any]) -> list[str]:
     )
     if not lines:
         return [f"{checked}: all good"]
-    hint = "queries recompute them meanwhile; 'impress verify --repair' rebuilds them"
-    return [*lines, f"{checked}: {len(lines)} bad ({hint})"]
+    if "repaired" not in report:
+        hint = "queries recompute them meanwhile; 'impress verify --repair' rebuilds them"
+        return [*lines, f"{checked}: {len(lines)} bad ({hint})"]
+    lines.append(f"{checked}: {len(lines)} bad, {len(report['repaired'])} nodes repaired")
+    lines += [
+        f"not repaired: node {left['node']}: {left['reason']}; remove its prefix with "
+        "'impress rm' and build it again"
+        for left in report["not_repaired"]
+    ]
+    return lines
 
 
 _STOPS = {
@@ -234,21 +242,20 @@ def _parting_lines(parting: Divergence) -> list[str]:
 
 def build_lines(report: Mapping[str, Any], store: str) -> list[str]:
     """Lines at the end of ``impress build-store``."""
-    new = report["prefixes"] - report["prefixes_reused"]
-    parts = [f"{format_count(new)} prefixes stored in {store}"]
+    gone = report["prefixes_reused"] + report["duplicates"] + report["dropped"]
+    parts = [f"{format_count(report['prefixes'] - gone)} prefixes stored in {store}"]
     if report["prefixes_reused"]:
         parts.append(f"{format_count(report['prefixes_reused'])} were there already")
     if report["duplicates"]:
         parts.append(f"{format_count(report['duplicates'])} duplicates not stored twice")
     if report["dropped"]:
-        parts.append(f"{format_count(report['dropped'])} dropped for lack of room")
-    computed = format_count(report["computed_tokens"])
+        parts.append(f"{format_count(report['dropped'])} left out for the size limit")
     lines = ["; ".join(parts)]
     if report["computed_tokens"]:
         lines.append(
-            f"{computed} of {format_count(report['tokens'])} tokens computed at "
-            f"{format_count(report['tokens_per_s'])} tokens/s; the store takes "
-            f"{format_bytes(report['bytes'])}"
+            f"{format_count(report['computed_tokens'])} of {format_count(report['tokens'])} "
+            f"tokens computed at {format_count(report['tokens_per_s'])} tokens/s, "
+            f"{format_bytes(report['bytes'])} written"
         )
     return lines
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import re
+from decimal import Decimal, InvalidOperation
 
 from store.errors import InvalidValueError
 
@@ -28,18 +29,27 @@ _SIZE_UNITS = {
     "gib": 2**30,
     "tib": 2**40,
 }
-_TIME_UNITS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}
+# Decimal, so that 200us is the same float as 0.0002.
+_TIME_UNITS = {
+    "ns": Decimal("1e-9"),
+    "us": Decimal("1e-6"),
+    "µs": Decimal("1e-6"),
+    "ms": Decimal("1e-3"),
+    "s": Decimal(1),
+    "min": Decimal(60),
+    "h": Decimal(3600),
+}
 _NUMBER = re.compile(r"\s*([0-9]+(?:[._][0-9]+)*|\.[0-9]+)\s*([a-zA-Zµμ/]*)\s*")
 
 
-def _split(text: str) -> tuple[float, str] | None:
-    """Split ``"250 MB/s"`` into 250.0 and ``"MB/s"``; None where it is not a number and a unit."""
+def _split(text: str) -> tuple[Decimal, str] | None:
+    """Split ``"250 MB/s"`` into 250 and ``"MB/s"``; None where it is not a number and a unit."""
     found = _NUMBER.fullmatch(text)
     if not found:
         return None
     try:
-        return float(found[1]), found[2].replace("μ", "µ")
-    except ValueError:
+        return Decimal(found[1]), found[2].replace("μ", "µ")
+    except InvalidOperation:
         return None
 
 
@@ -76,7 +86,7 @@ def parse_duration(text: str, option: str) -> float:
     Raises InvalidValueError for anything else; only zero may stand without a unit.
     """
     parts = _split(text)
-    if parts is not None and parts == (0.0, ""):
+    if parts is not None and not parts[0] and parts[1] == "":
         return 0.0
     factor = _TIME_UNITS.get(parts[1]) if parts else None
     if parts is None or factor is None:
@@ -84,7 +94,7 @@ def parse_duration(text: str, option: str) -> float:
             f"{option} {text!r} is not a time; write a number and a unit "
             f"({', '.join(_TIME_UNITS)}), such as 200us"
         )
-    return parts[0] * factor
+    return float(parts[0] * factor)
 
 
 def parse_retention(text: str, option: str) -> float:

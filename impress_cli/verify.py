@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -12,7 +14,11 @@ from impress_cli.options import (
     StoreOption,
     ThreadsOption,
 )
-from impress_cli.ui import ui_of
+from impress_cli.ui import Ui, ui_of
+
+if TYPE_CHECKING:
+    from pipelines.mend import MendReport
+    from store.disk.verify import BadChunk
 
 
 def command(
@@ -42,15 +48,31 @@ def command(
         report = opened.verify(
             lambda done, total: progress(ProgressEvent("verify", done, total, "nodes"))
         )
-    bad = [
-        {name: getattr(chunk, name) for name in ("node", "array", "layer", "chunk", "reason")}
-        for chunk in report.bad
-    ]
+    bad = [dict(zip(place._fields, place, strict=True)) for place in report.bad]
     body = {"nodes": report.nodes, "chunks": report.chunks, "bytes": report.bytes, "bad": bad}
+    failed = bool(bad)
+    if repair and bad:
+        mended = _mend(ui, store, report.bad, device, threads)
+        body["repaired"] = mended.nodes
+        body["not_repaired"] = [{"node": n, "reason": why} for n, why in mended.failed]
+        failed = bool(mended.failed)
     if json_output:
         ui.json(envelope("verify", body))
     else:
         for text in verify_lines(body):
             ui.line(text)
-    if bad:
+    if failed:
         raise typer.Exit(1)
+
+
+def _mend(
+    ui: Ui, store: Path, bad: Sequence[BadChunk], device: str, threads: int | None
+) -> MendReport:
+    from impress_cli.session import loaded_model, opened_store, stored_model
+    from pipelines.mend import mend
+
+    spec, dtype = stored_model(store)
+    model = loaded_model(ui, spec, dtype=dtype, device=device, threads=threads)
+    opening = opened_store(ui, store, identity=model.identity, device=str(model.device))
+    with opening as opened, ui.progress() as progress:
+        return mend(opened, model, bad, progress)

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -50,6 +50,8 @@ class Prefix:
         ``none``, ``file``, ``stored`` or ``chat``.
     prefix_id
         Id of the stored prefix, None where it was not looked up by one.
+    source
+        Where it comes from (`PrefixItem.source`), kept with it if it is stored now.
     """
 
     ids: np.ndarray
@@ -57,6 +59,7 @@ class Prefix:
     template: str = "auto"
     origin: str = "none"
     prefix_id: str | None = None
+    source: dict[str, Any] = field(default_factory=dict)
 
 
 class Divergence(NamedTuple):
@@ -70,29 +73,25 @@ class Divergence(NamedTuple):
     stored: str | None
 
 
-def tokenizer_of(model: LoadedModel) -> TokenizerLike:
-    """Return the model's tokenizer as the part of it that text needs.
-
-    transformers types its ``decode`` for batches too, which the protocol leaves out.
-    """
-    return cast("TokenizerLike", model.tokenizer)
-
-
-def find_prefix(store: PrefixStore, tokenizer: TokenizerLike, key: str, template: str) -> Prefix:
+def find_prefix(store: PrefixStore, model: LoadedModel, key: str, template: str) -> Prefix:
     """Return the prefix that ``key`` names: a text file if one exists, else a stored prefix.
 
-    A stored prefix keeps the framing it was stored with. Raises PrefixNotFoundError, SourceError.
+    A stored prefix keeps the framing it was stored with; a file is cut where `build` cuts it.
+    Raises PrefixNotFoundError, SourceError.
     """
     path = Path(key)
     if _is_file(path):
-        ids = encode_prefix(tokenizer, read_text(path), template)
-        return Prefix(ids, path.name, template, "file")
+        ids = encode_prefix(model.tokenizer, read_text(path), template)
+        cut = max(0, len(ids) - model.prefix_limit)
+        source = {"kind": "document", "path": str(path), "template": template, "cut_tokens": cut}
+        return Prefix(ids[: model.prefix_limit], path.stem, template, "file", source=source)
     try:
         row = store.prefix(key)
     except PrefixNotFoundError as error:
         raise PrefixNotFoundError(f"no file {key!r} here, and {error}") from error
-    framing = json.loads(row.source).get("template", "auto") if template == "auto" else template
-    return Prefix(store.prefix_ids(row), row.name, framing, "stored", row.prefix_id)
+    source = json.loads(row.source)
+    framing = source.get("template", "auto") if template == "auto" else template
+    return Prefix(store.prefix_ids(row), row.name, framing, "stored", row.prefix_id, source)
 
 
 def _is_file(path: Path) -> bool:
@@ -120,8 +119,17 @@ def ask(
     """Answer one question about ``prefix``; pieces of the answer go to ``on_text`` as they come."""
     from pipelines.generate import answer
 
-    suffix = question_ids(tokenizer_of(model), prompt, prefix)
-    return answer(store, model, prefix.ids, suffix, options=options, on_text=on_text)
+    suffix = question_ids(model.tokenizer, prompt, prefix)
+    return answer(
+        store,
+        model,
+        prefix.ids,
+        suffix,
+        options=options,
+        on_text=on_text,
+        name=prefix.name,
+        source=prefix.source,
+    )
 
 
 def after_turn(model: LoadedModel, prefix: Prefix, prompt: str, token_ids: list[int]) -> Prefix:
@@ -130,7 +138,7 @@ def after_turn(model: LoadedModel, prefix: Prefix, prompt: str, token_ids: list[
     The token that ended the answer is replaced by what closes a message in the chat template;
     `question_ids` frames the next turn.
     """
-    tokenizer = tokenizer_of(model)
+    tokenizer = model.tokenizer
     said = np.asarray([t for t in token_ids if t not in model.stop_ids], dtype=np.uint32)
     parts = [prefix.ids, question_ids(tokenizer, prompt, prefix), said]
     framing = prefix.template
@@ -159,7 +167,7 @@ def _next_stored(match: PrefixMatch, tokenizer: TokenizerLike) -> str | None:
         return None
     node, used = match.nodes[-1]
     if used < node.length and node.ids is not None:
-        return tokenizer.decode([int(node.ids[used])])
+        return str(tokenizer.decode([int(node.ids[used])]))
     if used == node.length and len(node.children) == 1:
-        return tokenizer.decode([next(iter(node.children))])
+        return str(tokenizer.decode([next(iter(node.children))]))
     return None

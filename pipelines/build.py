@@ -27,8 +27,8 @@ from store.errors import ChunkLoadError
 from store.index.ids import ids_digest
 from store.query_run import QueryRun, arena_bytes
 
-#: Metadata of a node beside its KV, for estimates: zarr.json files, tables, mapping list.
-_NODE_BYTES = 64 << 10
+#: Most that one more prefix adds to the catalog and its journal.
+_CATALOG_BYTES = 128 << 10
 
 
 @dataclass(slots=True)
@@ -107,7 +107,6 @@ class _Builder:
         self.max_size_bytes, self.progress, self.limit = max_size_bytes, progress, limit
         self.report = BuildReport()
         self.seen: set[str] = set()
-        self.used_bytes = store.size_bytes() if max_size_bytes is not None else 0
         self.done_tokens, self.total_tokens = 0, 0
 
     def run(self) -> BuildReport:
@@ -149,9 +148,8 @@ class _Builder:
     def _fits(self, item: PrefixItem) -> bool:
         if self.max_size_bytes is None:
             return True
-        missing = len(item.ids) - self.store.match(item.ids).matched_len
-        need = missing * self.store.shape.token_bytes + _NODE_BYTES
-        if self.used_bytes + need <= self.max_size_bytes:
+        need = self.store.insert_bytes(item.ids) + _CATALOG_BYTES
+        if self.store.used_bytes() + need <= self.max_size_bytes:
             return True
         self.report.dropped += 1
         self.report.warnings.append(
@@ -172,7 +170,7 @@ class _Builder:
                 except ChunkLoadError as error:
                     self.store.quarantine(error)
                     self.report.warnings.append(f"{error}")
-                    max_match = min(error.first_token, match.matched_len)
+                    max_match = error.usable_before(match.matched_len)
                     continue
                 self._publish(run, item, match.matched_len)
                 return
@@ -200,7 +198,6 @@ class _Builder:
             source=item.source,
         )
         self.report.bytes += result.bytes
-        self.used_bytes += result.bytes
 
     def _tell(self, tokens: int, name: str, *, final: bool = False) -> None:
         self.done_tokens = self.total_tokens if final else self.done_tokens + tokens
@@ -211,8 +208,8 @@ class _Builder:
 
 
 def _limited(source: PrefixSource, model: LoadedModel, limit: int | None) -> Iterable[PrefixItem]:
-    """Prefixes of the source, cut to the model's positions with one left for a question."""
-    for count, item in enumerate(source.items(model.tokenizer, model.max_positions - 1)):
+    """Prefixes of the source, cut so that a question fits behind them."""
+    for count, item in enumerate(source.items(model.tokenizer, model.prefix_limit)):
         if limit is not None and count >= limit:
             return
         yield item
@@ -233,12 +230,11 @@ def plan_build(
     items = list(_limited(source, model, limit))
     matched = [store.match(item.ids).matched_len if store else 0 for item in items]
     fresh = new_tokens([item.ids for item in items], matched)
-    shape = model.shape
     return BuildPlan(
         prefixes=len(items),
         tokens=sum(len(item.ids) for item in items),
         computed_tokens=fresh,
-        bytes=fresh * shape.token_bytes + _NODE_BYTES * (len(items) if fresh else 0),
+        bytes=fresh * model.shape.token_bytes,
         seconds=fresh / prefill_rate(model) if fresh else 0.0,
         free_bytes=shutil.disk_usage(_existing(path)).free,
         warnings=list(source.warnings),

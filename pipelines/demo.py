@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipelines.ask import Prefix, ask, tokenizer_of
+from pipelines.ask import Prefix, ask
 from pipelines.build import BuildReport, build_store
 from pipelines.generate import QueryOptions
 from pipelines.prefixes import source_from_recipe
@@ -94,7 +94,7 @@ def run_demo(
     source = source_from_recipe(chosen, shipped_folder())
     with _opened(store_path, model, chosen, io or IOOptions()) as store:
         build = build_store(store, model, source, progress=progress)
-        item = _first_with_questions(source.items(tokenizer_of(model), model.max_positions), chosen)
+        item = _first_with_questions(source.items(model.tokenizer, model.prefix_limit), chosen)
         prefix = Prefix(item.ids, item.name, item.source["template"], "stored")
         questions = list(item.source["queries"])
         ask(store, model, Prefix(item.ids[:0]), "warm up", QueryOptions(max_new_tokens=1))

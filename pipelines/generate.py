@@ -186,7 +186,7 @@ def _first_logits(
             store.quarantine(error)
             attempts.recovered += 1
             attempts.reasons.append(str(error).split(";")[0])
-            max_match = min(error.first_token, match.matched_len)
+            max_match = error.usable_before(match.matched_len)
             run.close()
         except BaseException:
             run.close()

@@ -18,8 +18,8 @@ import huggingface_hub as hub
 from huggingface_hub.errors import (
     EntryNotFoundError,
     GatedRepoError,
+    HfHubHTTPError,
     HFValidationError,
-    HTTPError,
     LocalEntryNotFoundError,
     RevisionResolutionError,
 )
@@ -40,7 +40,16 @@ _GET_BUNDLED = (
 )
 
 _SMALL_FILES = ["*.json", "*.txt", "*.jinja", "tokenizer.model"]
-_HUB_ERRORS = (OSError, EntryNotFoundError, RevisionResolutionError, HFValidationError, HTTPError)
+#: The hub client's HTTP error derives from the error of whichever HTTP library it uses, which
+#: a broken connection raises as it is.
+_HTTP_ERROR = HfHubHTTPError.__mro__[1]
+_HUB_ERRORS: tuple[type[BaseException], ...] = (
+    OSError,
+    EntryNotFoundError,
+    RevisionResolutionError,
+    HFValidationError,
+    _HTTP_ERROR,
+)
 
 
 class ModelFolder(NamedTuple):
@@ -180,12 +189,12 @@ def _download(repo: str, progress: Progress) -> Path:
 def _progress_bar_class(task: str, progress: Progress) -> type[tqdm]:
     """Bar that draws nothing and hands the bytes written so far to ``progress``."""
 
-    class Bar(tqdm):
+    class Bar(tqdm):  # type: ignore[misc]
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **{**kwargs, "file": io.StringIO()})
 
         def update(self, n: float | None = 1) -> bool | None:
-            shown = super().update(n)
+            shown: bool | None = super().update(n)
             # The hub counts bytes twice: as received and as written to disk.
             if self.unit == "B" and not (self.desc or "").startswith("Downloading"):
                 progress(ProgressEvent(task, self.n, self.total, "bytes"))

@@ -1,12 +1,11 @@
 """Load a model and its tokenizer, with the identity of its KV.
 
-Owns the choice of dtype and device, the loaded model's value class, and the list of what can be
-loaded here. Finding files is `model_files`, identity `identify`, random models `random_models`.
+Owns the loaded model's value class and the loading itself. Finding files is `model_files`,
+identity `identify`, random models `random_models`, the choice of dtype and device `devices`.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,20 +22,21 @@ from transformers import (
 )
 
 from pipelines import random_models
+from pipelines.devices import resolve_device, resolve_dtype, set_threads
 from pipelines.families import require_supported
 from pipelines.identify import make_identity, read_json, tokenizer_digest, weights_digest
 from pipelines.model_files import ModelFolder, cache_root, digest_cache, locate
 from pipelines.model_list import ModelEntry, list_models
 from pipelines.progress import Progress, ProgressEvent, silent
 from pipelines.quiet import quiet_transformers
-from store.errors import InvalidValueError, ModelLoadError, UnsupportedModelError
+from store.errors import ModelLoadError, UnsupportedModelError
 from store.identity import ModelIdentity
 from store.types import KV_DTYPES, KVShape
 
 __all__ = ["LoadedModel", "ModelEntry", "list_models", "load_model", "resolve_dtype"]
 
-MAX_THREADS = 1024
-
+#: Positions that a prefix cut at the model's limit leaves free, in tokens.
+QUESTION_ROOM = 256
 #: End-of-turn tokens of chat models; many list only the end of text as their end.
 _TURN_ENDS = ("<|im_end|>", "<|eot_id|>")
 #: What transformers raises for files it can't use.
@@ -79,6 +79,11 @@ class LoadedModel:
         """Most tokens (prompt and answer together) that have a position."""
         return self.identity.max_positions
 
+    @property
+    def prefix_limit(self) -> int:
+        """Longest prefix that is stored: room is left for a question and its answer."""
+        return self.max_positions - min(QUESTION_ROOM, self.max_positions // 4)
+
 
 def load_model(
     spec: str,
@@ -115,66 +120,13 @@ def load_model(
     """
     target = resolve_device(device)
     resolved = resolve_dtype(dtype, target)
-    _set_threads(threads)
+    set_threads(threads)
     root = cache_root(cache_dir)
     with quiet_transformers():
         if spec.startswith(random_models.PREFIX):
             return _load_random(spec, resolved, target)
         found = locate(spec, root, progress or silent)
         return _load_folder(found, resolved, target, root, progress or silent)
-
-
-def resolve_device(device: str) -> torch.device:
-    """Device for ``auto``, ``cpu``, ``cuda`` or ``cuda:<n>``; InvalidValueError for others."""
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    here = ["cpu", *(["cuda"] if count else []), *(f"cuda:{n}" for n in range(count))]
-    if device == "auto":
-        return torch.device("cuda:0" if count else "cpu")
-    if device not in here:
-        raise InvalidValueError(
-            f"device {device!r} is not available here; use one of auto, {', '.join(here)}"
-        )
-    return torch.device("cuda:0" if device == "cuda" else device)
-
-
-def resolve_dtype(dtype: str, device: torch.device | str) -> str:
-    """Name of the dtype to compute and store in.
-
-    ``auto`` is bfloat16 where the device computes it natively and float32 elsewhere: emulated
-    bfloat16 is slower than float32 and less exact.
-    """
-    if dtype == "auto":
-        return "bfloat16" if _has_native_bfloat16(torch.device(device)) else "float32"
-    if dtype not in KV_DTYPES:
-        raise InvalidValueError(
-            f"dtype {dtype!r} is not supported; use one of auto, {', '.join(KV_DTYPES)}"
-        )
-    return dtype
-
-
-def _has_native_bfloat16(device: torch.device) -> bool:
-    if device.type == "cuda":
-        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
-    return not {"avx512_bf16", "amx_bf16", "bf16"}.isdisjoint(_cpu_features())
-
-
-def _cpu_features() -> set[str]:
-    """Words of the CPU's feature list; empty where the system doesn't tell."""
-    try:
-        return set(Path("/proc/cpuinfo").read_text(encoding="utf-8").split())
-    except OSError:
-        return set()
-
-
-def _set_threads(threads: int | None) -> None:
-    if threads is None:
-        return
-    if not 1 <= threads <= MAX_THREADS:
-        raise InvalidValueError(
-            f"threads {threads} is out of range; use 1 to {MAX_THREADS} "
-            f"(this machine has {os.cpu_count()} cores)"
-        )
-    torch.set_num_threads(threads)
 
 
 def _load_random(spec: str, dtype: str, device: torch.device) -> LoadedModel:
@@ -207,7 +159,7 @@ def _load_folder(
         )
         progress(ProgressEvent("load model", 0, None, ""))
         model, tokenizer = _read_model(folder, dtype)
-        model.to(device)  # type: ignore[arg-type]
+        _own_weights(model, device)
     except (ModelLoadError, UnsupportedModelError):
         raise
     except _LOAD_ERRORS as error:
@@ -248,6 +200,20 @@ def _read_model(folder: Path, dtype: str) -> tuple[PreTrainedModel, PreTrainedTo
             "download the model again"
         )
     return model, AutoTokenizer.from_pretrained(folder, local_files_only=True)
+
+
+def _own_weights(model: Any, device: torch.device) -> None:
+    """Move the weights to ``device``, into memory of this process.
+
+    transformers maps float32 files instead of reading them: a file rewritten in place would
+    change the model under an identity that was computed before, and the first query would wait
+    for page faults.
+    """
+    if device.type != "cpu":
+        model.to(device)
+        return
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()
 
 
 def _load_failure(spec: str, error: BaseException) -> str:

@@ -34,7 +34,7 @@ def store_stats(store: PrefixStore) -> dict[str, Any]:
         "tokens": sum(row.length for row in rows),
         "bytes": {"kv": kv_bytes, "probe": 0, "total": store.size_bytes()},
         "quarantined": len(store.quarantined()),
-        "hit": _hits(store, counters),
+        "hit": _hits(counters),
         "important_hit": None,
         "read_amplification": read / wanted if wanted else None,
         "wasted_bytes": int(max(0.0, read - wanted)),
@@ -43,11 +43,15 @@ def store_stats(store: PrefixStore) -> dict[str, Any]:
     }
 
 
-def _hits(store: PrefixStore, counters: dict[str, float]) -> dict[str, float | None]:
-    eligible = counters.get("eligible_tokens", 0.0) * store.shape.token_bytes
-    return {
-        tier: counters.get(f"{tier}_bytes", 0.0) / eligible if eligible else None for tier in TIERS
-    }
+def _hits(counters: dict[str, float]) -> dict[str, float | None]:
+    """Reused tokens over those that could have been, split by the bytes each tier gave."""
+    # The last token of each prompt has to run through the model, so it was never to be had.
+    eligible = counters.get("prompt_tokens", 0.0) - counters.get("queries", 0.0)
+    moved = {tier: counters.get(f"{tier}_bytes", 0.0) for tier in TIERS}
+    if eligible <= 0:
+        return dict.fromkeys(TIERS)
+    ratio, total = counters.get("reused_tokens", 0.0) / eligible, sum(moved.values())
+    return {tier: ratio * size / total if total else 0.0 for tier, size in moved.items()}
 
 
 def find_node(store: PrefixStore, key: str) -> NodeRow:

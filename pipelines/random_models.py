@@ -228,4 +228,5 @@ def byte_tokenizer() -> PreTrainedTokenizerBase:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([_END_OF_TEXT])
-    return _TOKENIZERS(tokenizer_object=tokenizer, eos_token=_END_OF_TEXT)
+    made: PreTrainedTokenizerBase = _TOKENIZERS(tokenizer_object=tokenizer, eos_token=_END_OF_TEXT)
+    return made

@@ -53,7 +53,7 @@ class TokenizerLike(Protocol):
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Token ids of ``text``."""
 
-    def decode(self, token_ids: Any) -> str:
+    def decode(self, token_ids: Any) -> Any:
         """Text of ``token_ids``."""
 
     def apply_chat_template(

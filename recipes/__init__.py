@@ -1,1 +1,1 @@
-"""Shipped recipes and their data. A package only so that they are found wherever it is installed."""
+"""Shipped recipes and their data; a package so that they are found wherever it is installed."""

@@ -20,13 +20,13 @@ from store.disk import layout as disk_layout
 from store.disk.io import Arena, IOOptions
 from store.disk.reader import ChunkReader
 from store.disk.verify import GroupCheck, VerifyReport, verify_group
-from store.disk.writer import LayerKV
+from store.disk.writer import LayerKV, group_bytes
 from store.errors import (
     ChunkLoadError,
     InvalidValueError,
     NotAStoreError,
-    PrefixNotFoundError,
     ReadOnlyStoreError,
+    StoreLockedError,
 )
 from store.files import FileTable, NodeRows
 from store.identity import ModelIdentity
@@ -70,7 +70,7 @@ class PrefixStore:
         self._reader = ChunkReader(io)
         self._files = FileTable(path, info, info.identity.digest())
         self._lock = WriterLock(path)
-        self._swept = False
+        self._swept = self._retired = False
         self._runs = 0
         self._arenas: list[Arena] = []
         self._lease = None if self.read_only else ReaderLease(path, self._catalog.epoch)
@@ -198,11 +198,17 @@ class PrefixStore:
                 self._swept = True
                 maintenance.collect_garbage(self.path, self._catalog, orphans=True)
             yield
-            if first and self._lease is not None and self._runs == 0:
-                self._lease.renew(self._catalog.epoch)
-                maintenance.collect_garbage(self.path, self._catalog, orphans=False)
+            self._retired = True
+            self._collect()
         finally:
             self._lock.release()
+
+    def _collect(self) -> None:
+        """Delete what this process retired, once none of its own queries may be reading it."""
+        if self._runs == 0 and self._retired and self._lease is not None:
+            self._retired = False
+            self._lease.renew(self._catalog.epoch)
+            maintenance.collect_garbage(self.path, self._catalog, orphans=False)
 
     def match(self, ids: Ids) -> PrefixMatch:
         """Longest usable stored beginning of ``ids`` (uint32 [n]); changes nothing."""
@@ -278,6 +284,10 @@ class PrefixStore:
 
     def _give_arena(self, arena: Arena | None) -> None:
         self._runs -= 1
+        if self._retired and self._runs == 0:
+            # Where another process writes by now, that one deletes it.
+            with contextlib.suppress(StoreLockedError), self.writing():
+                pass
         if arena is not None and len(self._arenas) < _KEPT_ARENAS:
             self._arenas.append(arena)
 
@@ -346,11 +356,8 @@ class PrefixStore:
 
     def has_prefix(self, ids: Ids) -> PrefixRow | None:
         """The listed prefix with exactly these tokens, if all of it can be used."""
-        try:
-            row = self._catalog.prefix(prefix_id(ids))
-        except PrefixNotFoundError:
-            return None
-        whole = row.length == len(ids) and self._tree.match(ids).matched_len == len(ids)
+        row = self._catalog.find_prefix(prefix_id(ids))
+        whole = row is not None and self._tree.match(ids).matched_len == len(ids)
         return row if whole else None
 
     def prefix_ids(self, row: PrefixRow) -> Ids:
@@ -413,8 +420,29 @@ class PrefixStore:
             return maintenance.collect_garbage(self.path, self._catalog, orphans=True)
 
     def size_bytes(self) -> int:
-        """Bytes the store takes on disk, as ``du`` counts them."""
+        """Bytes the store takes on disk, as ``du`` counts them; looks at every file."""
         return maintenance.tree_bytes(self.path)
+
+    def used_bytes(self) -> int:
+        """The same from the catalog's own sums, without walking through the nodes."""
+        nodes = sum(row.bytes for row in self._catalog.nodes())
+        retired = sum(
+            maintenance.tree_bytes(
+                disk_layout.generation_dir(self.path, row.node_id, row.generation)
+            )
+            for row in self._catalog.garbage()
+        )
+        top = sum(path.stat().st_blocks * 512 for path in self.path.iterdir())
+        return nodes + retired + top
+
+    def insert_bytes(self, ids: Ids) -> int:
+        """Most bytes that inserting ``ids`` would add, the halves of a split included."""
+        match = self._tree.match(ids, ignore_quarantine=True)
+        sizes = [len(ids) - match.matched_len]
+        if match.nodes and match.nodes[-1].used < match.nodes[-1].node.length:
+            node, used = match.nodes[-1]
+            sizes += [used, node.length - used]
+        return sum(group_bytes(self._files.layout(size)) for size in sizes if size)
 
 
 def rebuild_store(path: Path) -> RepairReport:

@@ -119,3 +119,7 @@ class ChunkLoadError(StoreError, OSError):
         self.chunk = chunk
         self.first_token = first_token
         self.reason = reason
+
+    def usable_before(self, matched_len: int) -> int:
+        """Tokens of a match of ``matched_len`` that can be tried again: fewer each time."""
+        return self.first_token if self.first_token < matched_len else 0

@@ -75,7 +75,9 @@ def test_store_and_pipelines_never_print(package: str) -> None:
 def test_importing_the_command_reaches_only_light_modules() -> None:
     wrong = {}
     for path in modules("impress_cli"):
-        top = ast.Module(body=_at_import(ast.parse(path.read_text(encoding="utf-8"))), type_ignores=[])
+        top = ast.Module(
+            body=_at_import(ast.parse(path.read_text(encoding="utf-8"))), type_ignores=[]
+        )
         heavy = {
             name
             for name in imported(top)
@@ -97,6 +99,8 @@ def _at_import(tree: ast.Module) -> list[ast.stmt]:
 
 
 def test_the_checks_see_a_violation() -> None:
-    assert violations("store", "def f():\n    from transformers import AutoModel") == {"transformers"}
+    assert violations("store", "def f():\n    from transformers import AutoModel") == {
+        "transformers"
+    }
     assert violations("pipelines", "import rich.table") == {"rich"}
     assert prints("import sys\nprint('x')\nsys.stdout.write('y')") == [2, 3]

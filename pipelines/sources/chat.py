@@ -48,10 +48,13 @@ class ChatSource(PrefixSource):
         self.name_field = name_field
 
     def raw_count(self) -> int | None:
-        """Transcripts; None for ``turns="all"``, and for .json files, which must be parsed."""
-        if self.turns == "all" or any(path.suffix != ".jsonl" for path in self.paths):
-            return None
-        return sum(count_lines(path) for path in self.paths)
+        """Transcripts, or complete turns of them; reads the files."""
+        if self.turns == "last" and all(path.suffix == ".jsonl" for path in self.paths):
+            return sum(count_lines(path) for path in self.paths)
+        rows = [row for path in self.paths for row in _transcripts(path)]
+        if self.turns == "last":
+            return len(rows)
+        return sum(len(turn_ends(parse_messages(self._messages(r), r.where))) for r in rows)
 
     def raw_items(self, tokenizer: TokenizerLike, longest: int) -> Iterator[RawPrefix]:  # noqa: ARG002
         """Yield the prefixes of each transcript."""

@@ -9,20 +9,22 @@ question follows.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from pipelines.sources.base import PrefixSource, RawPrefix
-from pipelines.sources.lmtasks import load_task
+from pipelines.sources.lmtasks import load_task, task_errors
 from pipelines.text import TokenizerLike, encode_text
 from store.errors import SourceError
 
 # Characters on either side of the seam that are encoded to find the requests with the fewest
 # shared tokens. Those few are then encoded whole, so the window decides about time, not result.
 _WINDOW_CHARS = 200
+# A recipe that names a number of shots mostly names one that fits.
+_TRY_ALL = 256
 
 
 class FewshotSource(PrefixSource):
@@ -30,7 +32,7 @@ class FewshotSource(PrefixSource):
 
     Variant 0 has the first shots of the training split in their order (what lm-eval's
     ``first_n`` gives); variant i > 0 has a sample drawn with ``seed`` and i. Shots are left off
-    until the longest request of the task fits the model, and the prefix ``max_tokens``.
+    until the prefix has at most ``max_tokens`` tokens; ``shots`` None takes as many as fit.
     """
 
     def __init__(
@@ -59,13 +61,15 @@ class FewshotSource(PrefixSource):
     def raw_items(self, tokenizer: TokenizerLike, longest: int) -> Iterator[RawPrefix]:
         """Yield one prefix per variant. Raises SourceError where not even one shot fits."""
         task = load_task(self.task, data_dir=self.data_dir, include_path=self.include_path)
-        requests = TaskRequests(task)
-        pool = fewshot_pool(task)
+        with task_errors(self.task, self.data_dir):
+            requests = TaskRequests(task)
+            pool = fewshot_pool(task)
         for variant in range(self.variants):
             order = shot_order(len(pool), variant, self.seed)
             wanted = [pool[i] for i in order[: self.shots]]
             name = f"{self.task}-{variant}"
-            number, ids = _fit(tokenizer, requests, wanted, longest, name)
+            with task_errors(self.task, self.data_dir):
+                number, ids = _fit(tokenizer, requests, wanted, longest, name)
             if self.shots is not None and number < self.shots:
                 self.warnings.append(
                     f"{name}: {number} of {self.shots} shots fit in {longest} tokens"
@@ -191,7 +195,7 @@ def common_prefix(tokenizer: TokenizerLike, seam: Seam) -> np.ndarray:
     window = seam.head[-_WINDOW_CHARS:]
     seen = encode_text(tokenizer, window, special=False)
     kept: dict[int, str] = {}
-    for tail in seam.tails:
+    for tail in {tail[:_WINDOW_CHARS]: tail for tail in seam.tails}.values():
         near = encode_text(tokenizer, window + tail[:_WINDOW_CHARS], special=False)
         kept.setdefault(_shared_tokens(seen, near), tail)
     for tail in kept.values():
@@ -213,25 +217,32 @@ def _fit(
     longest: int,
     name: str,
 ) -> tuple[int, np.ndarray]:
-    """The most whole shots whose prefix is at most ``longest`` tokens, and that prefix."""
+    """The most whole shots whose text is at most ``longest`` tokens, and their common prefix."""
 
-    def prefix(number: int) -> np.ndarray:
-        return common_prefix(tokenizer, requests.seam(wanted[:number]))
+    def fits(number: int) -> bool:
+        head = requests.seam(wanted[:number]).head
+        return len(encode_text(tokenizer, head, special=True)) <= longest
 
-    fitting, ids, over = 0, np.empty(0, dtype=np.uint32), len(wanted) + 1
-    # Doubling first: the pool may be thousands of shots where a dozen fit.
-    number = 1
-    while fitting + 1 < over:
-        candidate = prefix(number)
-        if len(candidate) <= longest:
-            fitting, ids = number, candidate
-        else:
-            over = number
-        doubled = min(number * 2, len(wanted)) if over > len(wanted) else (fitting + over) // 2
-        number = max(doubled, fitting + 1)
-    if not fitting:
+    number = _largest(fits, len(wanted))
+    if not number:
         raise SourceError(
             f"{name}: one shot is longer than {longest} tokens; raise max_tokens or use a model "
             "with more positions"
         )
-    return fitting, ids
+    return number, common_prefix(tokenizer, requests.seam(wanted[:number]))
+
+
+def _largest(fits: Callable[[int], bool], most: int) -> int:
+    """Largest number in 1..most that fits, 0 if none; larger numbers never fit better."""
+    if most <= _TRY_ALL and fits(most):
+        return most
+    low, high = 0, 1
+    # Doubling first: the pool may be thousands of shots where a dozen fit.
+    while high < most and fits(high):
+        low, high = high, min(high * 2, most)
+    if high == most and fits(most):
+        return most
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low

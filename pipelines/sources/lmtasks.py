@@ -6,6 +6,7 @@ is needed.
 
 from __future__ import annotations
 
+import functools
 import logging
 import re
 from collections.abc import Iterator
@@ -13,11 +14,22 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import jinja2
+
 from pipelines.sources.jsonfiles import iter_jsonl, require_object
 from store.errors import ImpressError, SourceError
 
 _DATASET_KEYS = ("dataset_path", "dataset_name", "dataset_kwargs")
 _STRUCTURE_KEYS = ("tag", "group", "task_list")
+_DATA_ERRORS = (
+    OSError,
+    RuntimeError,
+    LookupError,
+    ValueError,
+    TypeError,
+    AttributeError,
+    jinja2.TemplateError,
+)
 
 
 def load_task(name: str, *, data_dir: Path | None = None, include_path: Path | None = None) -> Any:
@@ -49,14 +61,20 @@ def load_task(name: str, *, data_dir: Path | None = None, include_path: Path | N
     config = {**load_yaml(_task_file(name, include_path))}
     for key in _STRUCTURE_KEYS:
         config.pop(key, None)
-    if data_dir is not None:
-        _use_files(config, data_dir / name)
+    with task_errors(name, data_dir), _quiet("lm_eval"):
+        if data_dir is not None:
+            _use_files(config, data_dir / name)
+        return ConfigurableTask(config=config)
+
+
+@contextmanager
+def task_errors(name: str, data_dir: Path | None) -> Iterator[None]:
+    """Turn what a task raises on data it was not written for into a SourceError."""
     try:
-        with _quiet("lm_eval"):
-            return ConfigurableTask(config=config)
+        yield
     except ImpressError:
         raise
-    except (OSError, KeyError, ValueError, TypeError, AttributeError) as error:
+    except _DATA_ERRORS as error:
         hint = "check the rows' fields" if data_dir else "give data_dir, or check the network"
         raise SourceError(
             f"task {name!r} can't be built ({type(error).__name__}: {error}); {hint}"
@@ -73,13 +91,11 @@ def _task_file(name: str, include_path: Path | None) -> Path:
     from lm_eval.tasks import TaskManager
 
     own = Path(lm_tasks.__file__).parent
-    for root in filter(None, (include_path, own)):
-        for file in _files_with_task(root, name):
-            found = _indexed(
-                TaskManager(include_defaults=False, include_path=str(file.parent)), name
-            )
-            if found is not None:
-                return found
+    mine = [] if include_path is None else _files_with_task(include_path, name)
+    for file in (*mine, *_own_files_with_task(own, name)):
+        found = _indexed(TaskManager(include_defaults=False, include_path=str(file.parent)), name)
+        if found is not None:
+            return found
     everything = TaskManager(include_path=None if include_path is None else str(include_path))
     found = _indexed(everything, name)
     if found is None:
@@ -94,11 +110,17 @@ def _indexed(manager: Any, name: str) -> Path | None:
     return None if entry is None or entry.yaml_path is None else Path(entry.yaml_path)
 
 
-def _files_with_task(root: Path, name: str) -> Iterator[Path]:
+def _files_with_task(root: Path, name: str) -> list[Path]:
     line = re.compile(rf"^task: *[\"']?{re.escape(name)}[\"']? *$", re.MULTILINE)
-    for file in sorted(root.glob("**/*.yaml")):
-        if line.search(file.read_text(encoding="utf-8", errors="replace")):
-            yield file
+    return [
+        file
+        for file in sorted(root.glob("**/*.yaml"))
+        if line.search(file.read_text(encoding="utf-8", errors="replace"))
+    ]
+
+
+# The installed package does not change while it runs; it has thousands of files.
+_own_files_with_task = functools.lru_cache(maxsize=64)(_files_with_task)
 
 
 def _use_files(config: dict[str, Any], folder: Path) -> None:

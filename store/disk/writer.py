@@ -31,6 +31,9 @@ LayerKV = Callable[[int], tuple[np.ndarray, np.ndarray]]
 
 TEMP_PREFIX = ".tmp-"
 _SYNC_THREADS = 4
+_ARRAYS = len(disk_layout.KV_ARRAYS) + len(disk_layout.SMALL_ARRAYS)
+#: Unit in which file systems hand out space.
+DISK_BLOCK = 4096
 
 
 class WrittenGroup(NamedTuple):
@@ -162,28 +165,42 @@ def _write_all(fd: int, data: memoryview) -> None:
 
 
 def _sync_tree(group: Path) -> int:
-    """fsync every file and folder below ``group``; returns the bytes of its files."""
-    files = [path for path in group.rglob("*") if path.is_file()]
+    """fsync every file and folder below ``group``; returns what it takes on disk, as ``du`` says.
+
+    The node's own folder and its fan-out folder are counted in.
+    """
+    paths = list(group.rglob("*"))
     with ThreadPoolExecutor(_SYNC_THREADS) as pool:
-        total = sum(pool.map(_sync_file, files))
-    for folder in [*(path for path in group.iterdir() if path.is_dir()), group]:
-        sync_dir(folder)
-    return total
+        total = sum(pool.map(_sync, (path for path in paths if path.is_file())))
+    folders = [*(path for path in paths if path.is_dir()), group]
+    return total + sum(_sync(folder) for folder in folders) + 2 * DISK_BLOCK
 
 
-def _sync_file(path: Path) -> int:
+def _sync(path: Path) -> int:
+    """fsync a file or folder; returns the bytes it takes on disk."""
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)
-        return os.fstat(fd).st_size
+        return os.fstat(fd).st_blocks * 512
     finally:
         os.close(fd)
 
 
 def sync_dir(path: Path) -> None:
     """fsync a folder, so that the names in it survive a power loss."""
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+    _sync(path)
+
+
+def group_bytes(layout: NodeLayout) -> int:
+    """What a generation takes on disk at most, as ``du`` counts it, before it is written."""
+    shards = 2 * layout.shape.num_layers
+    shard = _on_disk(layout.data_bytes + layout.index_bytes)
+    table = 4 * layout.shape.num_layers
+    small = _on_disk(4 * layout.tokens + 4) + _on_disk(table * layout.tokens + 4)
+    small += 2 * _on_disk(table * layout.num_chunks + 4)
+    # A zarr.json and a folder for the group and each array, the node's and the fan-out folder.
+    return shards * shard + small + DISK_BLOCK * (2 * (1 + _ARRAYS) + 2)
+
+
+def _on_disk(size: int) -> int:
+    return -(-size // DISK_BLOCK) * DISK_BLOCK

@@ -200,6 +200,11 @@ class Catalog:
                 raise PrefixNotFoundError(_ambiguous(key, [PrefixRow._make(row) for row in rows]))
         raise PrefixNotFoundError(self._not_found(key))
 
+    def find_prefix(self, prefix_id: str) -> PrefixRow | None:
+        """The prefix with exactly this id, None where there is none."""
+        rows = self._rows("SELECT * FROM prefixes WHERE prefix_id = ?", (prefix_id,))
+        return PrefixRow._make(rows[0]) if rows else None
+
     def quarantined(self) -> list[QuarantineRow]:
         """All data known to be bad, by node."""
         return [QuarantineRow._make(row) for row in self._rows("SELECT * FROM quarantine")]

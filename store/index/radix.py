@@ -263,7 +263,7 @@ class RadixTree:
         for child in lower.children.values():
             child.parent = lower
         if old.bad_from is not None:
-            upper.bad_from = old.bad_from
+            upper.bad_from = old.bad_from if old.bad_from < at else None
             lower.bad_from = max(old.bad_from, at)
         for node, own in ((upper, ids[:cut]), (lower, ids[cut:])):
             self._link(node)

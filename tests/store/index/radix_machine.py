@@ -181,8 +181,9 @@ class RadixMachine(RuleBasedStateMachine):
         assert sum(used for _, used in match.nodes) == match.matched_len
         assert all(used >= 1 for _, used in match.nodes)
         assert all(used == node.length for node, used in match.nodes[:-1])
-        taken = [self.files[node.node_id][:used].tolist() for node, used in match.nodes]
-        assert tuple(sum(taken, [])) == tokens[: match.matched_len]
+        taken = [self.files[node.node_id][:used] for node, used in match.nodes]
+        together = np.concatenate([array(()), *taken]).tolist()
+        assert tuple(together) == tokens[: match.matched_len]
 
     @invariant()
     def the_tree_is_sound_and_holds_what_the_model_holds(self) -> None:

@@ -1,0 +1,89 @@
+"""Recompute stored KV that a scrub found damaged.
+
+Damaged nodes are rebuilt from the root on, each from its own token ids and its healthy parents;
+a node whose token ids are damaged too can't be, and is reported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from pipelines.attention import prefill
+from pipelines.progress import Progress, ProgressEvent, silent
+from store.errors import ChunkLoadError
+
+if TYPE_CHECKING:
+    from pipelines.models import LoadedModel
+    from store.disk.verify import BadChunk
+    from store.engine import PrefixStore
+    from store.index.node import PrefixNode
+
+
+class NotMended(NamedTuple):
+    """A node that stays damaged, and why."""
+
+    node: str
+    reason: str
+
+
+class MendReport(NamedTuple):
+    """Ids of the nodes recomputed, the tokens that took, and what could not be done."""
+
+    nodes: list[str]
+    tokens: int
+    failed: list[NotMended]
+
+
+def mend(
+    store: PrefixStore,
+    model: LoadedModel,
+    bad: Sequence[BadChunk],
+    progress: Progress = silent,
+) -> MendReport:
+    """Recompute every node that ``bad`` names and publish it as a new generation.
+
+    Raises
+    ------
+    StoreLockedError, ReadOnlyStoreError, StoreFullError
+        Nodes mended before stay mended.
+    """
+    report = MendReport([], 0, [])
+    with store.writing():
+        # All are set aside first: none may serve as the healthy beginning of another.
+        for place in bad:
+            store.quarantine(_load_error(store, place))
+        nodes = [store.node(name) for name in dict.fromkeys(place.node for place in bad)]
+        nodes.sort(key=lambda node: (node.start, node.node_id))
+        for done, node in enumerate(nodes):
+            progress(ProgressEvent("repair", done, len(nodes), "nodes", node.node_id))
+            report = _add(report, node, _mend_one(store, model, node))
+    progress(ProgressEvent("repair", len(nodes), len(nodes), "nodes"))
+    return report
+
+
+def _load_error(store: PrefixStore, place: BadChunk) -> ChunkLoadError:
+    node = store.node(place.node)
+    whole = place.array not in ("k", "v") or place.chunk < 0
+    first = node.start if whole else node.start + place.chunk * store.info.chunk_tokens
+    return ChunkLoadError(place.node, place.array, place.layer, place.chunk, first, "corrupt")
+
+
+def _add(report: MendReport, node: PrefixNode, result: int | str) -> MendReport:
+    if isinstance(result, str):
+        return report._replace(failed=[*report.failed, NotMended(node.node_id, result)])
+    return report._replace(nodes=[*report.nodes, node.node_id], tokens=report.tokens + result)
+
+
+def _mend_one(store: PrefixStore, model: LoadedModel, node: PrefixNode) -> int | str:
+    """Tokens that were computed, or why the node can't be mended."""
+    try:
+        ids = store.path_ids(node.node_id)
+        run, match = store.begin(ids, max_new_tokens=0, max_match=node.start)
+        with run:
+            rest = ids[match.matched_len :]
+            prefill(model.model, run, rest, logits=False)
+            store.replace(node.node_id, lambda layer: run.kv(layer, node.start, node.end))
+    except ChunkLoadError as error:
+        return str(error).partition(";")[0]
+    return len(rest)

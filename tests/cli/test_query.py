@@ -1,0 +1,272 @@
+"""``impress query`` on a real store with a tiny random model: all three ways to ask."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from tests.cli.conftest import Run
+
+SHORT = ("--max-new-tokens", 3)
+#: Keys of docs/json.md that must never go away.
+KEYS = {
+    "schema",
+    "text",
+    "tokens",
+    "ttft_s",
+    "stages_s",
+    "hidden_io_s",
+    "prompt_tokens",
+    "reused_tokens",
+    "forward_tokens",
+    "system",
+    "plan",
+    "retention",
+    "selected_ratio",
+    "loaded_ratio",
+    "probe_ratio",
+    "bytes",
+    "fallback_layers",
+    "miss_reasons",
+    "recovered_chunks",
+    "versions",
+    "environment",
+}
+STAGES = {"match", "probe", "identify", "load", "compute", "other"}
+
+
+def test_an_answer_shows_text_then_the_time_to_first_token(run: Run, built: Path) -> None:
+    done = run("query", "who?", "--prefix", "keepers", "--store", built, *SHORT)
+    assert done.code == 0
+    lines = done.out.splitlines()
+    assert lines[-2].startswith("TTFT ")
+    assert "compute" in lines[-2]
+    assert lines[-1].startswith("prefix ")
+    assert "tokens reused" in lines[-1]
+    assert "random weights" in done.err
+
+
+def test_json_has_every_documented_key_and_stages_that_sum_to_the_total(
+    run: Run, built: Path
+) -> None:
+    done = run("query", "who?", "--prefix", "keepers", "--store", built, "--json", *SHORT)
+    value = done.json
+    assert set(value) >= KEYS
+    assert value["schema"] == "impress.query/1"
+    assert set(value["stages_s"]) == STAGES
+    assert abs(sum(value["stages_s"].values()) - value["ttft_s"]) < 1e-6
+    assert value["reused_tokens"] == value["prefix"]["tokens"]
+    assert value["reused_tokens"] + value["forward_tokens"] == value["prompt_tokens"]
+    assert len(value["tokens"]) <= 3
+    assert value["synthetic"] is True
+    assert value["environment"]["emulation"] is None
+
+
+def test_loading_and_recomputing_give_the_same_tokens(run: Run, built: Path) -> None:
+    base = ("query", "who?", "--prefix", "keepers", "--store", built, "--json")
+    load = run(*base, "--plan", "force-load").json
+    recompute = run(*base, "--plan", "force-recompute").json
+    assert load["tokens"] == recompute["tokens"]
+    assert load["plan"] == "load"
+    assert (recompute["plan"], recompute["reused_tokens"]) == ("recompute", 0)
+
+
+def test_emulation_is_named_in_the_output(run: Run, built: Path) -> None:
+    slow = ("--disk-bandwidth", "50MB/s", "--disk-latency", "200us", "--io", "buffered")
+    done = run("query", "who?", "--prefix", "keepers", "--store", built, "--json", *slow, *SHORT)
+    environment = done.json["environment"]
+    assert environment["emulation"] == {"disk_bandwidth_bytes_s": 50e6, "disk_latency_s": 2e-4}
+    assert environment["page_cache"] == "used"
+
+
+def test_a_file_wins_over_a_stored_prefix_of_the_same_name_and_says_so(
+    run: Run, built: Path, document: Path
+) -> None:
+    from_file = run("query", "who?", "--prefix", document, "--store", built, *SHORT)
+    assert f"file {document}" in from_file.err
+    from_store = run("query", "who?", "--prefix", "keepers", "--store", built, *SHORT)
+    assert "stored prefix keepers" in from_store.err
+
+
+def test_a_prefix_that_is_neither_file_nor_stored_names_what_was_asked(
+    run: Run, built: Path
+) -> None:
+    done = run("query", "who?", "--prefix", "nobody", "--store", built)
+    assert done.code == 1
+    assert "'nobody'" in done.err
+    assert "impress ls" in done.err
+
+
+def test_a_prefix_the_store_lacks_is_stored_after_the_answer_so_that_the_next_is_fast(
+    run: Run, store: Path, tmp_path: Path
+) -> None:
+    other = tmp_path / "other.txt"
+    other.write_text("A different text about boats and their owners. " * 3, encoding="utf-8")
+    ask = ("query", "who?", "--prefix", other, "--store", store, "--json", *SHORT)
+    first, second = run(*ask).json, run(*ask).json
+    assert (first["reused_tokens"], first["inserted_tokens"]) == (0, first["prefix"]["tokens"])
+    assert (second["reused_tokens"], second["inserted_tokens"]) == (second["prefix"]["tokens"], 0)
+    names = [prefix["name"] for prefix in run("ls", "--store", store, "--json").json["prefixes"]]
+    assert sorted(names) == ["keepers", "other"]
+
+
+def test_insert_never_leaves_the_store_as_it_is(run: Run, store: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other.txt"
+    other.write_text("A different text about boats. " * 3, encoding="utf-8")
+    ask = ("query", "who?", "--prefix", other, "--store", store, "--insert", "never", "--json")
+    assert run(*ask, *SHORT).json["inserted_tokens"] == 0
+    assert len(run("ls", "--store", store, "--json").json["prefixes"]) == 1
+
+
+def test_explain_shows_the_first_token_that_parts_and_its_text(
+    run: Run, built: Path, document: Path, tmp_path: Path
+) -> None:
+    text = document.read_text(encoding="utf-8")
+    changed = tmp_path / "changed.txt"
+    changed.write_text(text.replace("house 3", "house X"), encoding="utf-8")
+    ask = ("query", "who?", "--prefix", changed, "--store", built, "--insert", "never", "--explain")
+    shown = run(*ask, *SHORT).out
+    assert "'X' in the prefix, stored there is '3'" in shown
+    explain = run(*ask, "--json", *SHORT).json["explain"]
+    assert explain["stop"] == "diverged"
+    assert explain["divergence"]["position"] == explain["matched_tokens"]
+    assert (explain["divergence"]["given"], explain["divergence"]["stored"]) == ("X", "3")
+
+
+def test_explain_of_a_full_hit_says_that_the_whole_prefix_matched(run: Run, built: Path) -> None:
+    ask = ("query", "who?", "--prefix", "keepers", "--store", built, "--explain", *SHORT)
+    assert "the whole prefix matched" in run(*ask).out
+
+
+def test_prompts_give_one_json_line_each_and_bad_lines_do_not_stop_the_others(
+    run: Run, built: Path, tmp_path: Path
+) -> None:
+    lines = [
+        '{"prefix": "keepers", "prompt": "who?"}',
+        "no json",
+        "",
+        '{"prompt": 7}',
+        '{"prefix": "keepers", "prompt": "where?", "extra": 1}',
+        '{"prefix": "nobody", "prompt": "who?"}',
+        '{"prompt": " "}',
+        '{"prompt": "no prefix at all"}',
+    ]
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("\n".join(lines), encoding="utf-8")
+    done = run("query", "--prompts", file, "--store", built, *SHORT)
+    answers = [json.loads(line) for line in done.out.splitlines()]
+    assert [answer["line"] for answer in answers] == [1, 2, 4, 5, 6, 7, 8]
+    assert [answer["line"] for answer in answers if "error" not in answer] == [1, 8]
+    assert {answer["schema"] for answer in answers} == {"impress.query/1"}
+    assert "line 2" in answers[1]["error"]["message"]
+    assert answers[3]["error"]["message"].count("'extra'") == 1
+    assert done.code == 1
+    assert "5 of the lines" in done.err
+
+
+def test_prompts_come_from_stdin_with_the_prefix_of_the_option(run: Run, built: Path) -> None:
+    ask = ("query", "--prompts", "-", "--prefix", "keepers", "--store", built, *SHORT)
+    done = run(*ask, stdin='{"prompt": "who?"}\n')
+    assert done.code == 0
+    assert json.loads(done.out)["prefix"]["name"] == "keepers"
+
+
+def test_a_prompts_file_that_is_not_there_fails_with_its_name(run: Run, built: Path) -> None:
+    done = run("query", "--prompts", "none.jsonl", "--store", built)
+    assert done.code == 1
+    assert "none.jsonl" in done.err
+
+
+def test_the_interactive_prompt_answers_piped_questions_independently(
+    run: Run, built: Path
+) -> None:
+    ask = ("query", "--store", built, "--prefix", "keepers", *SHORT)
+    done = run(*ask, stdin="who?\nwho?\n/quit\nnever asked\n")
+    reused = [line for line in done.out.splitlines() if line.startswith("prefix ")]
+    assert done.code == 0
+    assert len(reused) == 2
+    assert reused[0].split(" tokens")[0] == reused[1].split(" tokens")[0]
+
+
+def test_in_a_chat_each_question_continues_the_last(run: Run, built: Path) -> None:
+    ask = ("query", "--store", built, "--prefix", "keepers", "--json", *SHORT)
+    done = run(*ask, stdin="/chat on\nwho?\nwhy?\n/chat off\nwho?\n")
+    first, second, third = [json.loads(line) for line in done.out.splitlines()]
+    said = len(first["tokens"])
+    assert second["prompt_tokens"] >= first["prompt_tokens"] + said - 1
+    assert third["prompt_tokens"] == first["prompt_tokens"]
+    assert second["inserted_tokens"] == 0
+
+
+def test_interactive_commands_change_what_follows_and_mistakes_are_one_line(
+    run: Run, built: Path
+) -> None:
+    text = "\n".join(
+        [
+            "/prefix keepers",
+            "/system recompute",
+            "who?",
+            "/system impress",
+            "/retention 1.0",
+            "/retention 0.5",
+            "/retention no",
+            "/system other",
+            "/chat maybe",
+            "/prefix nobody",
+            "/unknown",
+            "/help",
+            "/stats",
+            "/quit",
+        ]
+    )
+    done = run("query", "--store", built, "--json", *SHORT, stdin=text)
+    assert done.code == 0
+    answer = json.loads(done.out.splitlines()[0])
+    assert (answer["system"], answer["reused_tokens"]) == ("recompute", 0)
+    errors = [line for line in done.err.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 6
+    assert "/prefix [ID|FILE]" in done.out
+    assert "ttft_s" in done.out
+
+
+def test_a_prompt_longer_than_the_positions_is_refused_with_both_numbers(
+    run: Run, built: Path
+) -> None:
+    done = run("query", "word " * 2000, "--store", built)
+    assert done.code == 1
+    assert "positions" in done.err
+    assert "1024" in done.err
+
+
+def test_another_model_is_refused_and_the_field_is_named(run: Run, built: Path) -> None:
+    done = run("query", "who?", "--store", built, "--model", "random:tiny-mha")
+    assert done.code == 1
+    assert "num_kv_heads" in done.err
+
+
+def test_another_dtype_is_refused_and_both_values_are_named(run: Run, built: Path) -> None:
+    done = run("query", "who?", "--store", built, "--dtype", "float16")
+    assert done.code == 1
+    assert "float16" in done.err
+    assert "float32" in done.err
+
+
+def test_a_prefix_file_that_is_not_text_is_refused_by_name(
+    run: Run, built: Path, tmp_path: Path
+) -> None:
+    binary = tmp_path / "binary.txt"
+    binary.write_bytes(b"ab\xff\xfe")
+    done = run("query", "who?", "--store", built, "--prefix", binary)
+    assert done.code == 1
+    assert "binary.txt" in done.err
+    assert "UTF-8" in done.err
+
+
+def test_a_folder_that_is_no_store_and_one_that_is_missing_are_told_apart(
+    run: Run, tmp_path: Path
+) -> None:
+    missing = run("query", "who?", "--store", tmp_path / "none")
+    other = run("query", "who?", "--store", tmp_path)
+    assert (missing.code, other.code) == (1, 1)
+    assert "no store at" in missing.err
+    assert "not an impress store" in other.err

@@ -1,0 +1,85 @@
+"""What many tests need: references by plain transformers, stores, token ids, damage."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from pipelines.attention import use_attention
+from pipelines.generate import Answer, QueryOptions, answer
+from pipelines.models import LoadedModel
+from store.disk.io import IOOptions
+from store.engine import PrefixStore
+
+SHARED = Path(__file__).parents[2] / "shared" / "data"
+
+
+def ids_of(count: int, seed: int = 0) -> np.ndarray:
+    """Random token ids of the tiny vocabulary, uint32 [count]; no end-of-text token."""
+    return np.random.default_rng(seed).integers(0, 256, count, dtype=np.uint32)
+
+
+def new_store(path: Path, model: LoadedModel, **options: Any) -> PrefixStore:
+    """An empty store for ``model`` whose unread memory is NaN."""
+    io = options.pop("io", IOOptions(poison=True))
+    return PrefixStore.create(
+        path, identity=model.identity, model_spec=model.spec, io=io, **options
+    )
+
+
+def open_store(path: Path, model: LoadedModel, **io: Any) -> PrefixStore:
+    """Open a store with NaN in unread memory."""
+    return PrefixStore.open(path, identity=model.identity, io=IOOptions(poison=True, **io))
+
+
+def put(store: PrefixStore, model: LoadedModel, ids: np.ndarray, name: str = "p") -> Answer:
+    """Store a prefix by asking a question about it."""
+    return ask(store, model, ids, ids_of(3, seed=99), insert="exact", name=name)
+
+
+def ask(
+    store: PrefixStore,
+    model: LoadedModel,
+    prefix: np.ndarray,
+    question: np.ndarray,
+    *,
+    tokens: int = 1,
+    insert: str = "never",
+    plan: str = "auto",
+    name: str | None = None,
+) -> Answer:
+    """Answer ``question`` after ``prefix``."""
+    options = QueryOptions(max_new_tokens=tokens, insert=insert, plan=plan)
+    return answer(store, model, prefix, question, options=options, name=name, source={})
+
+
+@torch.inference_mode()
+def reference_logits(model: LoadedModel, ids: np.ndarray) -> torch.Tensor:
+    """Logits [vocab] of the last position by transformers' own full prefill."""
+    use_attention(model.model, "sdpa")
+    tokens = torch.from_numpy(ids.astype(np.int64))[None]
+    return model.model(tokens, use_cache=False, logits_to_keep=1).logits[0, -1]
+
+
+def worst(given: Answer, model: LoadedModel, prefix: np.ndarray, question: np.ndarray) -> float:
+    """Largest absolute difference between an answer's logits and the reference's."""
+    expected = reference_logits(model, np.concatenate([prefix, question]))
+    return float((given.logits - expected).abs().max())
+
+
+def flip_bit(path: Path, at: int) -> None:
+    """Flip the lowest bit of byte ``at``."""
+    raw = bytearray(path.read_bytes())
+    raw[at] ^= 1
+    path.write_bytes(raw)
+
+
+def group_of(store: PrefixStore, node_id: str | None = None) -> Path:
+    """Folder of a node's published generation (of the only node by default)."""
+    rows = [row for row in store.nodes() if node_id in (None, row.node_id)]
+    assert len(rows) == 1
+    row = rows[0]
+    return store.path / "nodes" / row.node_id[:2] / row.node_id / f"g{row.generation}"
