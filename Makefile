@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: install demo test lint format clean
+.PHONY: install demo bench test lint format clean
 
 install: $(STAMP)
 
@@ -20,6 +20,9 @@ $(STAMP): pyproject.toml constraints.txt
 
 demo: $(STAMP)
 	$(BIN)/impress demo
+
+bench: $(STAMP)
+	$(BIN)/impress bench disk
 
 test: $(STAMP)
 	$(BIN)/python -m pytest

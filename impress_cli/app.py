@@ -15,6 +15,7 @@ from typing import Annotated
 import typer
 
 from impress_cli import (
+    bench,
     build_store,
     demo,
     gc,
@@ -61,6 +62,7 @@ for module, name in (
     (models, "models"),
 ):
     app.command(name)(module.command)
+app.add_typer(bench.app, name="bench")
 
 
 def _show_version(value: bool) -> None:

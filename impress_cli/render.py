@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from rich.tree import Tree
 
     from pipelines.ask import Divergence
+    from pipelines.bench_disk import DiskReport
     from pipelines.demo import DemoReport
     from pipelines.generate import Answer
     from store.index.catalog import NodeRow
@@ -276,4 +277,17 @@ def demo_table(report: DemoReport) -> Table:
         f"loading is {report.ratio:.1f}× faster (median)"
     )
     table.caption_justify = "left"
+    return table
+
+
+def disk_table(report: DiskReport) -> Table:
+    """Table of ``impress bench disk``: one line per kind and request size, depths side by side."""
+    depths = sorted({row.depth for row in report.rows})
+    table = _table("reads", ">request", *(f">{depth} in flight" for depth in depths))
+    cells: dict[tuple[str, int], list[str]] = {}
+    for row in sorted(report.rows, key=lambda row: row.depth):
+        line = cells.setdefault((row.kind, row.request_bytes), [])
+        line.append(f"{format_bytes(row.bytes_per_s)}/s")
+    for (kind, size), line in cells.items():
+        table.add_row(kind, f"{format_count(size / 1024)} KiB", *line)
     return table

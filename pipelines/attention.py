@@ -18,9 +18,12 @@ from store.query_run import QueryRun
 
 ATTENTION = "impress"
 
-#: Tokens that run through the model at once. Longer segments need larger masks and activations;
+#: Tokens that run through the model at once after others: longer segments need larger masks,
 #: shorter ones leave the matrix products inefficient (docs/decisions.md).
-SEGMENT_TOKENS = 512
+SEGMENT_TOKENS = 1024
+#: Memory for the activations of the first segment. From position 0 attention is causal without a
+#: mask, so that as much as possible runs at once.
+ACTIVATION_BYTES = 1 << 30
 
 
 def _attend(
@@ -103,12 +106,22 @@ def prefill(
     logits: bool,
     on_segment: Callable[[int], None] | None = None,
 ) -> torch.Tensor | None:
-    """`forward` in segments of `SEGMENT_TOKENS`; ``on_segment`` gets the tokens of each."""
-    out = None
-    for begin in range(0, len(ids), SEGMENT_TOKENS):
-        part = ids[begin : begin + SEGMENT_TOKENS]
-        last = begin + len(part) == len(ids)
-        out = forward(model, run, part, logits=logits and last)
+    """`forward` in segments; ``on_segment`` gets the tokens of each when it is done."""
+    out, done = None, 0
+    while done < len(ids):
+        size = SEGMENT_TOKENS if run.position else first_segment_tokens(model)
+        part = ids[done : done + size]
+        done += len(part)
+        out = forward(model, run, part, logits=logits and done == len(ids))
         if on_segment is not None:
             on_segment(len(part))
     return out
+
+
+def first_segment_tokens(model: PreTrainedModel) -> int:
+    """Tokens from position 0 whose activations take about `ACTIVATION_BYTES`."""
+    config = model.config
+    inner = getattr(config, "intermediate_size", None) or getattr(config, "ffn_dim", 0)
+    # At most about this many vectors of a token are alive at once in a layer.
+    values = 8 * int(config.hidden_size) + 3 * int(inner)
+    return max(SEGMENT_TOKENS, ACTIVATION_BYTES // (values * model.dtype.itemsize))

@@ -137,6 +137,7 @@ def test_a_long_unmatched_part_is_prefilled_in_segments_with_the_same_result(
     tmp_path: Path, monkeypatch
 ):
     monkeypatch.setattr("pipelines.attention.SEGMENT_TOKENS", 32)
+    monkeypatch.setattr("pipelines.attention.ACTIVATION_BYTES", 0)
     model = make_tiny("gqa")
     with new_store(tmp_path / "kv", model) as store:
         prefix = ids_of(40)

@@ -28,10 +28,19 @@ def command_lines(text: str) -> Iterator[str]:
 
 
 def commands() -> dict[str, Any]:
+    """Every command by its full name: ``query``, ``bench disk``."""
     group: Any = typer.main.get_command(app)
-    found = group.commands
-    assert isinstance(found, dict)
+    found = {}
+    for name, command in group.commands.items():
+        below = getattr(command, "commands", {})
+        found |= {f"{name} {part}": one for part, one in below.items()} or {name: command}
     return found
+
+
+def command_of(words: list[str]) -> str:
+    """Name of the command that ``words`` begin with: two words if there is one, else the first."""
+    two = " ".join(words[:2])
+    return two if two in commands() else words[0]
 
 
 def options_of(command: Any) -> set[str]:
@@ -45,12 +54,13 @@ def problem(line: str) -> str | None:
         words.pop(0)
     if not words:
         return None
-    if words[0] not in commands():
-        return f"no command {words[0]!r}"
-    allowed = options_of(commands()[words[0]]) | {"--help", "-h"}
+    name = command_of(words)
+    if name not in commands():
+        return f"no command {name!r}"
+    allowed = options_of(commands()[name]) | {"--help", "-h"}
     used = [word.partition("=")[0] for word in words[1:] if re.match(r"--?[a-z]", word)]
-    wrong = [name for name in used if name not in allowed]
-    return f"{words[0]} has no {', '.join(wrong)}" if wrong else None
+    wrong = [option for option in used if option not in allowed]
+    return f"{name} has no {', '.join(wrong)}" if wrong else None
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -64,10 +74,13 @@ def test_the_check_sees_a_command_or_an_option_that_does_not_exist() -> None:
     assert problem("impress query --store kv --retentoin 1.0") == "query has no --retentoin"
     assert problem("impress qurey --store kv") == "no command 'qurey'"
     assert problem("impress query --store kv --explain -q") is None
+    assert problem("impress bench dsik") == "no command 'bench'"
+    assert problem("impress bench disk --sise 1MB") == "bench disk has no --sise"
 
 
 def test_the_readme_shows_every_command() -> None:
-    shown = {line.split()[1] for line in command_lines(PAGES[0].read_text(encoding="utf-8"))}
+    lines = command_lines(PAGES[0].read_text(encoding="utf-8"))
+    shown = {command_of(line.split()[1:]) for line in lines}
     assert set(commands()) - {"demo"} <= shown
 
 

@@ -143,6 +143,7 @@ def test_only_the_last_position_gets_logits(tmp_path: Path, monkeypatch):
         long = make_tiny("gqa", positions=256)
         assert SEGMENT_TOKENS > 0
         monkeypatch.setattr("pipelines.attention.SEGMENT_TOKENS", 50)
+        monkeypatch.setattr("pipelines.attention.ACTIVATION_BYTES", 0)
         with new_store(tmp_path / "kv", MODEL) as store:
             ask(store, MODEL, ids_of(120), QUESTION)
         assert long.shape == MODEL.shape
