@@ -192,7 +192,7 @@ def _build(
     with ui.progress() as progress:
         report = build_store(opened, loaded, source, max_size_bytes=max_bytes, progress=progress)
     names = ("prefixes", "prefixes_reused", "duplicates", "tokens", "computed_tokens")
-    more = ("tokens_per_s", "bytes", "dropped")
+    more = ("tokens_per_s", "bytes", "dropped", "failed")
     values = {name: getattr(report, name) for name in names + more}
     return {**values, "warnings": list(report.warnings)}
 

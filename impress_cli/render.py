@@ -243,7 +243,7 @@ def _parting_lines(parting: Divergence) -> list[str]:
 
 def build_lines(report: Mapping[str, Any], store: str) -> list[str]:
     """Lines at the end of ``impress build-store``."""
-    gone = report["prefixes_reused"] + report["duplicates"] + report["dropped"]
+    gone = sum(report[name] for name in ("prefixes_reused", "duplicates", "dropped", "failed"))
     parts = [f"{format_count(report['prefixes'] - gone)} prefixes stored in {store}"]
     if report["prefixes_reused"]:
         parts.append(f"{format_count(report['prefixes_reused'])} were there already")
@@ -251,6 +251,8 @@ def build_lines(report: Mapping[str, Any], store: str) -> list[str]:
         parts.append(f"{format_count(report['duplicates'])} duplicates not stored twice")
     if report["dropped"]:
         parts.append(f"{format_count(report['dropped'])} left out for the size limit")
+    if report["failed"]:
+        parts.append(f"{format_count(report['failed'])} not stored (see the warnings)")
     lines = ["; ".join(parts)]
     if report["computed_tokens"]:
         lines.append(

@@ -48,9 +48,12 @@ def command(
         report = opened.verify(
             lambda done, total: progress(ProgressEvent("verify", done, total, "nodes"))
         )
+        released = opened.release({place.node for place in report.bad}) if repair else 0
     bad = [dict(zip(place._fields, place, strict=True)) for place in report.bad]
     body = {"nodes": report.nodes, "chunks": report.chunks, "bytes": report.bytes, "bad": bad}
     failed = bool(bad)
+    if repair:
+        body["released"] = released
     if repair and bad:
         mended = _mend(ui, store, report.bad, device, threads)
         body["repaired"] = mended.nodes

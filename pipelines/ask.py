@@ -166,8 +166,9 @@ def _next_stored(match: PrefixMatch, tokenizer: TokenizerLike) -> str | None:
     if not match.nodes:
         return None
     node, used = match.nodes[-1]
-    if used < node.length and node.ids is not None:
-        return str(tokenizer.decode([int(node.ids[used])]))
+    known = node.first_ids if node.ids is None else node.ids
+    if used < len(known):
+        return str(tokenizer.decode([int(known[used])]))
     if used == node.length and len(node.children) == 1:
         return str(tokenizer.decode([next(iter(node.children))]))
     return None

@@ -123,5 +123,5 @@ def first_segment_tokens(model: PreTrainedModel) -> int:
     config = model.config
     inner = getattr(config, "intermediate_size", None) or getattr(config, "ffn_dim", 0)
     # At most about this many vectors of a token are alive at once in a layer.
-    values = 8 * int(config.hidden_size) + 3 * int(inner)
+    values = 8 * int(config.hidden_size) + 3 * int(inner or 0)
     return max(SEGMENT_TOKENS, ACTIVATION_BYTES // (values * model.dtype.itemsize))

@@ -23,7 +23,14 @@ from pipelines.sources.base import PrefixItem, PrefixSource
 from store.disk.io import Arena, IOOptions
 from store.disk.reader import ChunkReader
 from store.engine import PrefixStore
-from store.errors import ChunkLoadError
+from store.errors import (
+    ChunkLoadError,
+    ReadOnlyStoreError,
+    StoreError,
+    StoreFullError,
+    StoreLockedError,
+    StoreWriteError,
+)
 from store.index.ids import ids_digest
 from store.query_run import QueryRun, arena_bytes
 
@@ -36,13 +43,15 @@ class BuildReport:
     """What a build did. ``tokens`` counts all prefixes, ``computed_tokens`` what ran.
 
     ``tokens_per_s`` is over computed tokens and the whole time, storing included; ``bytes`` is
-    what was written; ``dropped`` counts prefixes left out for the size limit.
+    what was written; ``dropped`` counts prefixes left out for the size limit, ``failed`` those that
+    damage in the store kept from being stored (``warnings`` says which).
     """
 
     prefixes: int = 0
     prefixes_reused: int = 0
     duplicates: int = 0
     dropped: int = 0
+    failed: int = 0
     tokens: int = 0
     computed_tokens: int = 0
     tokens_per_s: float = 0.0
@@ -108,6 +117,8 @@ class _Builder:
         self.report = BuildReport()
         self.seen: set[str] = set()
         self.done_tokens, self.total_tokens = 0, 0
+        # Of the prefix under way: a failed try starts again and must not count twice.
+        self.item_tokens = 0
 
     def run(self) -> BuildReport:
         """Work through the source."""
@@ -115,6 +126,8 @@ class _Builder:
         started = time.perf_counter()
         for item in self._items():
             self._one(item)
+            self.done_tokens += self.item_tokens
+            self.item_tokens = 0
         report = self.report
         report.warnings = [*self.source.warnings, *report.warnings]
         elapsed = time.perf_counter() - started
@@ -143,7 +156,19 @@ class _Builder:
             self._tell(len(item.ids), item.name)
             return
         if self._fits(item):
+            self._try(item)
+
+    def _try(self, item: PrefixItem) -> None:
+        """Compute one prefix; what is wrong with this one alone does not stop the others."""
+        try:
             self._compute(item)
+        except (StoreFullError, StoreLockedError, StoreWriteError, ReadOnlyStoreError):
+            raise
+        except StoreError as error:
+            self.report.failed += 1
+            self.report.warnings.append(f"{item.name} was not stored: {error}")
+            self.item_tokens = 0
+            self._tell(len(item.ids), item.name)
 
     def _fits(self, item: PrefixItem) -> bool:
         if self.max_size_bytes is None:
@@ -171,6 +196,7 @@ class _Builder:
                     self.store.quarantine(error)
                     self.report.warnings.append(f"{error}")
                     max_match = error.usable_before(match.matched_len)
+                    self.item_tokens = 0
                     continue
                 self._publish(run, item, match.matched_len)
                 return
@@ -200,11 +226,10 @@ class _Builder:
         self.report.bytes += result.bytes
 
     def _tell(self, tokens: int, name: str, *, final: bool = False) -> None:
-        self.done_tokens = self.total_tokens if final else self.done_tokens + tokens
+        self.item_tokens += tokens
+        done = self.total_tokens if final else self.done_tokens + self.item_tokens
         note = f"{name} · {self.report.bytes / 1e6:.0f} MB written" if name else ""
-        self.progress(
-            ProgressEvent("build store", self.done_tokens, self.total_tokens, "tokens", note)
-        )
+        self.progress(ProgressEvent("build store", done, self.total_tokens, "tokens", note))
 
 
 def _limited(source: PrefixSource, model: LoadedModel, limit: int | None) -> Iterable[PrefixItem]:

@@ -176,18 +176,19 @@ def _first_logits(
         load = options.plan != "force-recompute"
         run, match = store.begin(ids, max_new_tokens=room, load=load, max_match=max_match)
         attempts.match_s += time.perf_counter() - began
+        attempts.recovered += match.error is not None
         try:
             began = time.perf_counter()
             logits = prefill(model.model, run, ids[match.matched_len :], logits=True)
             assert logits is not None
             return run, match, logits
         except ChunkLoadError as error:
+            run.close()
             log.warning("recomputing after a failed load: %s", error)
             store.quarantine(error)
             attempts.recovered += 1
             attempts.reasons.append(str(error).split(";")[0])
             max_match = error.usable_before(match.matched_len)
-            run.close()
         except BaseException:
             run.close()
             raise

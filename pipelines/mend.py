@@ -51,6 +51,9 @@ def mend(
     report = MendReport([], 0, [])
     with store.writing():
         # All are set aside first: none may serve as the healthy beginning of another.
+        # One that was split or removed since the scrub is no longer anybody's concern.
+        here = {row.node_id for row in store.nodes()}
+        bad = [place for place in bad if place.node in here]
         for place in bad:
             store.quarantine(_load_error(store, place))
         nodes = [store.node(name) for name in dict.fromkeys(place.node for place in bad)]

@@ -7,6 +7,7 @@ are `publish`'s, deletions `maintenance`'s, a query is a `QueryRun`'s.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -20,13 +21,15 @@ from store.disk import layout as disk_layout
 from store.disk.io import Arena, IOOptions
 from store.disk.reader import ChunkReader
 from store.disk.verify import GroupCheck, VerifyReport, verify_group
-from store.disk.writer import LayerKV, group_bytes
+from store.disk.writer import LayerKV, disk_errors, group_bytes, sync_dir
 from store.errors import (
+    CatalogError,
     ChunkLoadError,
     InvalidValueError,
     NotAStoreError,
     ReadOnlyStoreError,
-    StoreLockedError,
+    StoreError,
+    StoreFullError,
 )
 from store.files import FileTable, NodeRows
 from store.identity import ModelIdentity
@@ -34,13 +37,16 @@ from store.index.catalog import Catalog
 from store.index.ids import Ids, prefix_id
 from store.index.radix import PrefixMatch, PrefixNode, RadixTree
 from store.index.rows import NodeRow, PrefixRow, QuarantineRow
+from store.info import FILE_NAME as INFO_NAME
 from store.info import StoreInfo, new_info, read_info, write_info
-from store.locks import ReaderLease, WriterLock
+from store.locks import LEASES, WRITER_LOCK, ReaderLease, WriterLock
 from store.maintenance import GcReport
 from store.publish import InsertResult, Publisher, RemoveReport
 from store.query_run import LoadPart, QueryRun, arena_bytes
 from store.rebuild import RepairReport
 from store.types import KVShape
+
+log = logging.getLogger(__name__)
 
 CATALOG = "catalog.sqlite"
 #: Arenas kept for the next query; more would hold memory that one query at a time can't use.
@@ -65,7 +71,14 @@ class PrefixStore:
         self.shape: KVShape = info.identity.shape
         self.read_only = not os.access(path, os.W_OK)
         self.notes: list[str] = []
-        self._catalog = Catalog.open(path / CATALOG, readonly=self.read_only)
+        try:
+            self._catalog = Catalog.open(path / CATALOG, readonly=self.read_only)
+        except StoreFullError as error:
+            # What is stored can still be read; only nothing can be added or deleted.
+            self.read_only = True
+            self.notes.append(str(error))
+            self._catalog = Catalog.open(path / CATALOG, readonly=True)
+        self._file_id = _file_id(path)
         self._device = torch.device(device)
         self._reader = ChunkReader(io)
         self._files = FileTable(path, info, info.identity.digest())
@@ -73,7 +86,7 @@ class PrefixStore:
         self._swept = self._retired = False
         self._runs = 0
         self._arenas: list[Arena] = []
-        self._lease = None if self.read_only else ReaderLease(path, self._catalog.epoch)
+        self._lease = None if self.read_only else self._take_lease()
         self._load_tree()
         self._publisher = Publisher(
             path, info, self._catalog, lambda: self._tree, self._files, self._reader
@@ -106,7 +119,7 @@ class PrefixStore:
         """
         path = Path(path)
         info = new_info(identity, model_spec, chunk_tokens, codec)
-        if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        if path.exists() and not _is_free(path):
             raise NotAStoreError(
                 f"{path} exists and is not an empty folder; choose another --store"
             )
@@ -119,6 +132,7 @@ class PrefixStore:
         # impress.json comes last: without it the folder is no store, whatever else is in it.
         Catalog.open(path / CATALOG, readonly=False, create=True).close()
         write_info(path, info)
+        sync_dir(path.parent)
         return cls(path, info, io or IOOptions(), device)
 
     @classmethod
@@ -163,12 +177,24 @@ class PrefixStore:
             self._lease = None
         self._catalog.close()
 
+    def _take_lease(self) -> ReaderLease | None:
+        try:
+            return ReaderLease(self.path, self._catalog.epoch)
+        except OSError as error:
+            # Such as a full disk: queries work all the same, and nothing can be written anyway.
+            self.read_only = True
+            self.notes.append(f"no lease can be taken in {self.path} ({error.strerror})")
+            return None
+
     def _load_tree(self) -> None:
         with self._catalog.snapshot():
             rows, quarantined = self._catalog.nodes(), self._catalog.quarantined()
+        self._files.clear()
         self._tree = RadixTree.from_rows(rows, self._files.load_ids)
         for bad in quarantined:
-            if bad.node_id in self._tree:
+            known = bad.node_id in self._tree
+            # What was found in a generation since replaced says nothing of the one in use.
+            if known and self._tree.get(bad.node_id).generation == bad.generation:
                 self._tree.quarantine(bad.node_id, bad.first_token)
 
     def refresh(self) -> None:
@@ -193,15 +219,31 @@ class PrefixStore:
         first = self._lock.acquire(timeout_s)
         try:
             if first:
+                self._require_same_catalog()
                 self.refresh()
             if not self._swept:
-                self._swept = True
                 maintenance.collect_garbage(self.path, self._catalog, orphans=True)
+                self._swept = True
             yield
             self._retired = True
             self._collect()
+        except BaseException:
+            # Whether or not the last change was committed, the catalog knows and the tree may not.
+            self._load_tree()
+            raise
         finally:
             self._lock.release()
+
+    def _require_same_catalog(self) -> None:
+        """Refuse to write through a catalog that is no longer the store's.
+
+        Its view of what is garbage would delete what the new one holds.
+        """
+        if _file_id(self.path) != self._file_id:
+            raise CatalogError(
+                f"the store at {self.path} was rebuilt by another process since it was opened; "
+                "open it again (restart this command)"
+            )
 
     def _collect(self) -> None:
         """Delete what this process retired, once none of its own queries may be reading it."""
@@ -249,6 +291,8 @@ class PrefixStore:
         limit = limit if max_match is None else min(limit, max_match)
         match = self._tree.match(ids[:limit])
         parts: list[LoadPart] = []
+        if match.error is not None:
+            self.quarantine(match.error)
         for index, (node, used) in enumerate(match.nodes):
             try:
                 parts.append(LoadPart(self._files.get(node), used))
@@ -284,12 +328,15 @@ class PrefixStore:
 
     def _give_arena(self, arena: Arena | None) -> None:
         self._runs -= 1
-        if self._retired and self._runs == 0:
-            # Where another process writes by now, that one deletes it.
-            with contextlib.suppress(StoreLockedError), self.writing():
-                pass
         if arena is not None and len(self._arenas) < _KEPT_ARENAS:
             self._arenas.append(arena)
+        if self._retired and self._runs == 0:
+            try:
+                with self.writing():
+                    pass
+            except StoreError as error:
+                # Deleting can wait for the next writer; the answer is there already.
+                log.info("old generations were not deleted: %s", error)
 
     def io_note(self) -> str | None:
         """Why reads don't use O_DIRECT, where that was asked for; known after the first read."""
@@ -314,8 +361,12 @@ class PrefixStore:
             error.reason,
             time.time(),
         )
-        with self._catalog.transaction() as txn:
-            txn.quarantine(row)
+        try:
+            with self._catalog.transaction() as txn:
+                txn.quarantine(row)
+        except StoreError as error_now:
+            # This process remembers it all the same, and the next one will find it again.
+            log.warning("damage was not recorded: %s", error_now)
 
     def insert(
         self,
@@ -384,6 +435,21 @@ class PrefixStore:
         """Data known to be bad."""
         return self._catalog.quarantined()
 
+    def release(self, bad: set[str]) -> int:
+        """Use quarantined nodes again that a scrub found sound (all but ``bad``); returns how many.
+
+        What failed once for another reason than its bytes, such as a disk that came back, would
+        otherwise be recomputed for ever.
+        """
+        sound = {row.node_id for row in self._catalog.quarantined()} - bad
+        if not sound:
+            return 0
+        with self.writing(), self._catalog.transaction() as txn:
+            for node_id in sound:
+                txn.clear_quarantine(node_id)
+        self._load_tree()
+        return len(sound)
+
     def add_counters(self, amounts: dict[str, float]) -> None:
         """Add to the lifetime statistics; does nothing where the store can't be written."""
         if not self.read_only:
@@ -445,24 +511,64 @@ class PrefixStore:
         return sum(group_bytes(self._files.layout(size)) for size in sizes if size)
 
 
+def _file_id(store: Path) -> tuple[int, int] | None:
+    """Which file the catalog is, None where there is none."""
+    try:
+        found = (store / CATALOG).stat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
+
+
+def _is_free(path: Path) -> bool:
+    """Whether a folder is empty but for what a `create` that was killed leaves."""
+    if not path.is_dir():
+        return False
+    ours = (CATALOG, f".{INFO_NAME}.", LEASES, WRITER_LOCK)
+    return not (path / INFO_NAME).exists() and all(
+        entry.name.startswith(ours) or (entry.name == "nodes" and not any(entry.iterdir()))
+        for entry in path.iterdir()
+    )
+
+
 def rebuild_store(path: Path) -> RepairReport:
-    """Rebuild the catalog of a store whose catalog is lost or damaged; the old file is kept aside.
+    """Rebuild the catalog of a store whose catalog is lost or damaged.
+
+    The new one is made beside the old and takes its place when it is whole; the old one is kept
+    as ``catalog.sqlite.before-repair-<n>``.
 
     Raises
     ------
-    StoreLockedError
-        Another process is writing.
+    StoreLockedError, StoreFullError, StoreWriteError
+        Nothing has changed.
     """
     path = Path(path)
     info = read_info(path)
     lock = WriterLock(path)
     lock.acquire(0.0)
+    fresh = path / f"{CATALOG}.new"
     try:
-        for suffix in ("", "-wal", "-shm"):
-            old = path / f"{CATALOG}{suffix}"
-            if old.exists():
-                old.rename(path / f"{CATALOG}{suffix}.before-repair")
-        with Catalog.open(path / CATALOG, readonly=False, create=True) as catalog:
-            return rebuild.rebuild_catalog(path, info, catalog)
+        with disk_errors(path):
+            for suffix in ("", "-wal", "-shm"):
+                fresh.with_name(fresh.name + suffix).unlink(missing_ok=True)
+            with Catalog.open(fresh, readonly=False, create=True) as catalog:
+                report = rebuild.rebuild_catalog(path, info, catalog)
+            _swap_catalog(path, fresh)
+        return report
     finally:
         lock.release()
+
+
+def _swap_catalog(path: Path, fresh: Path) -> None:
+    """Put a whole new catalog in the place of the old one, which is kept aside."""
+    number = 1 + len(list(path.glob(f"{CATALOG}.before-repair-*[0-9]")))
+    aside = path / f"{CATALOG}.before-repair-{number}"
+    if (path / CATALOG).exists():
+        os.link(path / CATALOG, aside)
+    # The journal belongs to the old file: beside the new one it would be replayed into it.
+    for suffix in ("-wal", "-shm"):
+        journal = path / f"{CATALOG}{suffix}"
+        if journal.exists():
+            journal.rename(aside.with_name(aside.name + suffix))
+    fresh.rename(path / CATALOG)
+    sync_dir(path)

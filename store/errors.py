@@ -18,6 +18,7 @@ classes only; the sentences are written where the error is raised.
         ├── StoreLockedError   another process is writing
         ├── ReadOnlyStoreError
         ├── StoreFullError     disk full, or the size limit reached
+        ├── StoreWriteError    any other failed write
         ├── PrefixNotFoundError
         └── ChunkLoadError     stored KV that can't be used; a query turns it into a miss
 """
@@ -83,6 +84,10 @@ class ReadOnlyStoreError(StoreError, PermissionError):
 
 class StoreFullError(StoreError, OSError):
     """The disk, or the size limit given by the user, has no room for more KV."""
+
+
+class StoreWriteError(StoreError, OSError):
+    """The store's folder could not be written for another reason than its size."""
 
 
 class PrefixNotFoundError(StoreError, KeyError):

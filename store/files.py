@@ -84,14 +84,17 @@ class FileTable:
             self._open.move_to_end(key)
         return files
 
-    def facts(self, node: PrefixNode) -> GroupFacts:
-        """What a node's group says for a rebuild; nothing where it can't be read."""
+    def supersedes(self, node: PrefixNode) -> list[str]:
+        """Nodes that a node was split from; nothing where its group can't be read."""
         group = disk_layout.generation_dir(self._store, node.node_id, node.generation)
         try:
-            found = disk_layout.read_attributes(group)
-            return GroupFacts(list(found["supersedes"]), list(found["prefixes"]))
+            return [str(name) for name in disk_layout.read_attributes(group)["supersedes"]]
         except (OSError, ValueError, KeyError, TypeError):
-            return GroupFacts([], [])
+            return []
+
+    def clear(self) -> None:
+        """Drop everything: the index was read anew."""
+        self._open.clear()
 
     def forget(self, node_id: str) -> None:
         """Drop what is known of a node whose generation was replaced or removed."""
@@ -102,7 +105,7 @@ class FileTable:
         group = disk_layout.generation_dir(self._store, node.node_id, node.generation)
         layout = self.layout(node.length)
         try:
-            order = self._check_attributes(group, node)
+            self._check_attributes(group, node)
         except (OSError, ValueError, KeyError) as error:
             raise self._error(node, "zarr.json", error) from error
         table = (layout.shape.num_layers, layout.num_chunks)
@@ -112,26 +115,20 @@ class FileTable:
                 crcs[name] = disk_layout.read_small(group, f"{name}_crc", "<u4", table)
             except (OSError, ValueError) as error:
                 raise self._error(node, f"{name}_crc", error) from error
-        rows = None if order == "original" else self._rows(group, node, layout)
-        return NodeFiles(node.node_id, group, layout, node.start, crcs["k"], crcs["v"], rows)
+        return NodeFiles(node.node_id, group, layout, node.start, crcs["k"], crcs["v"])
 
-    def _rows(self, group: Path, node: PrefixNode, layout: NodeLayout) -> np.ndarray:
-        dims = (layout.shape.num_layers, layout.tokens)
-        try:
-            return disk_layout.read_small(group, "rows", "<i4", dims)
-        except (OSError, ValueError) as error:
-            raise self._error(node, "rows", error) from error
+    def _check_attributes(self, group: Path, node: PrefixNode) -> None:
+        """Compare the group's attributes with the index.
 
-    def _check_attributes(self, group: Path, node: PrefixNode) -> str:
-        """Compare the group's attributes with the index; returns its order."""
+        Another order than ``original`` is refused: rows would be taken for other tokens' KV.
+        """
         found = disk_layout.read_attributes(group)
         expected = node_attributes(node, self._info, self._identity_digest, GroupFacts([], []))
         for name, value in expected.items():
-            # A split above changes the parent; the others are the group's own to say.
-            own = ("order", "parent_id", *GroupFacts._fields)
+            # A split above changes the parent; the facts are the group's own to say.
+            own = ("parent_id", *GroupFacts._fields)
             if name not in own and found.get(name) != value:
                 raise ValueError(f"{name} is {found.get(name)}, expected {value}")
-        return str(found["order"])
 
     @staticmethod
     def _error(node: PrefixNode, array: str, error: Exception) -> ChunkLoadError:
@@ -164,19 +161,16 @@ class NodeRows:
         return self.head(layer, self._files.layout.tokens)
 
     def head(self, layer: int, tokens: int) -> tuple[np.ndarray, np.ndarray]:
-        """Like `layer`, of the node's first ``tokens`` tokens; reads no further in token order."""
+        """Like `layer`, of the node's first ``tokens`` tokens; reads no further."""
         k, v = (self._array(layer, which, tokens) for which in range(2))
         return k, v
 
     def _array(self, layer: int, which: int, tokens: int) -> np.ndarray:
         files, layout = self._files, self._files.layout
-        # In another order than the tokens', the first ones may lie in any chunk.
-        stored_rows = tokens if files.rows is None else layout.tokens
-        valid = stored_rows * layout.shape.row_bytes
-        chunks = disk_layout.chunk_count(stored_rows, layout.chunk_tokens)
+        valid = tokens * layout.shape.row_bytes
+        chunks = disk_layout.chunk_count(tokens, layout.chunk_tokens)
         arena = self._arenas[which]
         read = ShardRead(files, KV_ARRAYS[which], layer, 0, chunks, arena.view, valid)
         self._reader.read(read)
         stored = arena.array[:valid].view(layout.shape.np_dtype)
-        stored = stored.reshape(stored_rows, layout.shape.num_kv_heads, layout.shape.head_dim)
-        return stored if files.rows is None else stored[files.rows[layer][:tokens]]
+        return stored.reshape(tokens, layout.shape.num_kv_heads, layout.shape.head_dim)

@@ -89,11 +89,14 @@ def oldest_lease(store: Path) -> int | None:
     """Smallest epoch of a live lease, None without one; leases of dead processes are removed."""
     oldest: int | None = None
     for path in sorted((store / LEASES).glob("*.lock")):
+        number = path.name.split("-")[0]
+        if not number.isdigit():
+            continue  # not one of ours
         probe = FileLock(path)
-        with contextlib.suppress(Timeout):
+        # A lease that another user holds can't even be tried: it counts as live.
+        with contextlib.suppress(Timeout, PermissionError):
             probe.acquire(timeout=0)
             _drop(probe)
             continue
-        epoch = int(path.name.split("-")[0])
-        oldest = epoch if oldest is None else min(oldest, epoch)
+        oldest = int(number) if oldest is None else min(oldest, int(number))
     return oldest

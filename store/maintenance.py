@@ -8,9 +8,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 from store.disk import layout as disk_layout
-from store.disk.writer import TEMP_PREFIX
+from store.disk.writer import DISK_BLOCK, TEMP_PREFIX, sync_dir
 from store.index.catalog import Catalog
 from store.locks import oldest_lease
+
+#: Beside a node's generations: one that is garbage and still read by somebody.
+RETIRED_MARK = "retired-"
 
 
 class GcReport(NamedTuple):
@@ -27,10 +30,11 @@ def collect_garbage(store: Path, catalog: Catalog, *, orphans: bool) -> GcReport
     removed = freed = kept = 0
     gone = []
     for row in catalog.garbage():
+        group = disk_layout.generation_dir(store, row.node_id, row.generation)
         if lease is not None and lease < row.retired_epoch:
             kept += 1
+            _mark_retired(group)
             continue
-        group = disk_layout.generation_dir(store, row.node_id, row.generation)
         freed += _delete(group)
         _drop_empty(group.parent)
         removed += 1
@@ -45,6 +49,21 @@ def collect_garbage(store: Path, catalog: Catalog, *, orphans: bool) -> GcReport
             _drop_empty(folder.parent)
             removed += 1
     return GcReport(removed, freed, kept)
+
+
+def _mark_retired(group: Path) -> None:
+    """Say beside a group that outlives its catalog row that `impress repair` must leave it out."""
+    mark = group.parent / f"{RETIRED_MARK}{group.name}"
+    if group.is_dir() and not mark.exists():
+        mark.touch()
+        sync_dir(group.parent)
+
+
+def is_retired(group: Path, generation: int) -> bool:
+    """Whether this or a later generation of the node was retired."""
+    marks = group.parent.glob(f"{RETIRED_MARK}g*")
+    numbers = [path.name.removeprefix(f"{RETIRED_MARK}g") for path in marks]
+    return any(number.isdigit() and int(number) >= generation for number in numbers)
 
 
 def _delete(folder: Path) -> int:
@@ -74,6 +93,11 @@ def tree_bytes(folder: Path) -> int:
         except FileNotFoundError:
             continue  # deleted by its owner meanwhile
     return total
+
+
+def group_bytes_on_disk(group: Path) -> int:
+    """What a published generation takes, its own, the node's and the fan-out folder counted in."""
+    return tree_bytes(group) + 3 * DISK_BLOCK
 
 
 def group_folders(store: Path) -> Iterator[Path]:

@@ -17,7 +17,7 @@ import numpy as np
 
 from store.disk import layout as disk_layout
 from store.disk.reader import ChunkReader
-from store.disk.writer import LayerKV, WrittenGroup, sync_dir, write_generation
+from store.disk.writer import LayerKV, WrittenGroup, disk_errors, sync_dir, write_generation
 from store.errors import StoreError
 from store.files import FileTable, GroupFacts, NodeRows, node_attributes
 from store.index.catalog import Catalog, Transaction
@@ -26,7 +26,8 @@ from store.index.radix import MatchedNode, PrefixMatch, PrefixNode, RadixTree
 from store.index.rows import NodeRow, PrefixRow
 from store.info import StoreInfo
 
-REMOVED_MARK = "removed-g"
+#: Beside a node's generations: a prefix that was removed while the node stayed.
+UNLISTED_MARK = "unlisted-"
 
 
 class InsertResult(NamedTuple):
@@ -130,25 +131,30 @@ class Publisher:
                 f"only {match.matched_len} of {len(ids)} tokens of {name!r} are stored; "
                 "insert them before naming the prefix"
             )
+        listed = self._catalog.find_prefix(prefix_id(ids))
+        if listed is not None:
+            return listed
         row = self._prefix_row(ids, match.nodes[-1].node.node_id, name, source)
         with self._catalog.transaction() as txn:
             txn.put_prefix(row)
+        mark = disk_layout.node_dir(self._store, row.node_id) / f"{UNLISTED_MARK}{row.prefix_id}"
+        mark.unlink(missing_ok=True)
         return row
 
-    def replace(self, node: PrefixNode, layers: LayerKV, rows: np.ndarray | None = None) -> int:
+    def replace(self, node: PrefixNode, layers: LayerKV) -> int:
         """Publish a new generation of a node; returns its bytes.
 
-        ``layers`` gives all rows of the node in stored order; quarantine entries are cleared.
+        ``layers`` gives all rows of the node in token order; quarantine entries are cleared.
         """
         ids = self._get_tree().ids_of(node)
         successor = self._planned(node.node_id, node.parent, node.start, ids)
-        written = self._write(successor, layers, ids, self._files.facts(node), rows)
+        written = self._write(successor, layers, ids, self._facts(node))
         old = node.generation
         with self._catalog.transaction() as txn:
             txn.replace_generation(
                 node.node_id, successor.generation, written.digest, written.size_bytes
             )
-            txn.retire(node.node_id, old)
+            _retire(txn, node.node_id, old)
             txn.clear_quarantine(node.node_id)
         self._get_tree().clear_quarantine(node.node_id)
         node.generation = successor.generation
@@ -160,15 +166,13 @@ class Publisher:
         tree = self._get_tree()
         doomed = self._only_for(row, tree)
         sizes = {r.node_id: r.bytes for r in self._catalog.nodes()}
-        for node in doomed:
-            # Survives the catalog, so that 'impress repair' never brings the node back.
-            self._mark_removed(node)
         with self._catalog.transaction() as txn:
             txn.delete_prefix(row.prefix_id)
             for node in doomed:
-                txn.tombstone(node.node_id, node.generation)
-                txn.retire(node.node_id, node.generation)
+                _retire(txn, node.node_id, node.generation)
                 txn.delete_node(node.node_id)
+        if not doomed:
+            self._mark_unlisted(row)
         for node in doomed:
             tree.remove(node.node_id)
             self._files.forget(node.node_id)
@@ -185,10 +189,11 @@ class Publisher:
             doomed.append(node)
         return doomed
 
-    def _mark_removed(self, node: PrefixNode) -> None:
-        folder = disk_layout.node_dir(self._store, node.node_id)
-        if folder.is_dir():
-            (folder / f"{REMOVED_MARK}{node.generation}").touch()
+    def _mark_unlisted(self, row: PrefixRow) -> None:
+        """Say beside the node, which stays, that `impress repair` must not list the prefix."""
+        folder = disk_layout.node_dir(self._store, row.node_id)
+        with disk_errors(folder):
+            (folder / f"{UNLISTED_MARK}{row.prefix_id}").touch()
             sync_dir(folder)
 
     def _heal(self, match: PrefixMatch, layers: LayerKV, start: int) -> int:
@@ -246,7 +251,7 @@ class Publisher:
         upper = self._planned(upper_id, node.parent, node.start, ids[:cut])
         lower = self._planned(lower_id, upper, at, ids[cut:])
         rows = NodeRows(self._reader, self._files.get(node))
-        above, below = self._files.facts(node).split(node.node_id, at)
+        above, below = self._facts(node).split(node.node_id, at)
         halves = (
             self._write(upper, _sliced(rows.layer, 0, cut), ids[:cut], above),
             self._write(lower, _sliced(rows.layer, cut, None), ids[cut:], below),
@@ -282,13 +287,19 @@ class Publisher:
         generation = self._next_generation(name)
         return PrefixNode(name, parent, start, len(ids), ids[:16], ids_digest(ids), generation)
 
+    def _facts(self, node: PrefixNode) -> GroupFacts:
+        """What a new group of this node says for a rebuild: its past, and who is listed now."""
+        listed = [
+            [row.name, row.length, json.loads(row.source)]
+            for row in self._catalog.prefixes()
+            if row.node_id == node.node_id
+        ]
+        return GroupFacts(self._files.supersedes(node), listed)
+
     def _next_generation(self, name: str) -> int:
         """A generation that no folder of this node has had, so that files never change."""
-        used = [self._catalog.tombstoned_generation(name)]
-        used += [row.generation for row in self._catalog.garbage() if row.node_id == name]
-        if name in self._get_tree():
-            used.append(self._get_tree().get(name).generation)
-        return max(used) + 1
+        published = self._catalog.published_generation(name)
+        return max(published, self._catalog.tombstoned_generation(name)) + 1
 
     def _write(
         self,
@@ -296,13 +307,10 @@ class Publisher:
         layers: LayerKV,
         ids: Ids,
         facts: GroupFacts,
-        rows: np.ndarray | None = None,
     ) -> WrittenGroup:
         attributes = node_attributes(node, self._info, self._identity_digest, facts)
         target = disk_layout.generation_dir(self._store, node.node_id, node.generation)
-        return write_generation(
-            target, self._files.layout(node.length), ids, layers, attributes, rows
-        )
+        return write_generation(target, self._files.layout(node.length), ids, layers, attributes)
 
     @staticmethod
     def _prefix_row(ids: Ids, node: str, name: str, source: dict[str, Any]) -> PrefixRow:
@@ -325,8 +333,14 @@ class _Split(NamedTuple):
         for node, group in zip((upper, lower), self.written, strict=True):
             txn.put_node(_node_row(node, group))
         txn.reassign_prefixes(old.node_id, upper.end, upper.node_id, lower.node_id)
-        txn.retire(old.node_id, old.generation)
+        _retire(txn, old.node_id, old.generation)
         txn.delete_node(old.node_id)
+
+
+def _retire(txn: Transaction, name: str, generation: int) -> None:
+    """Make a generation garbage; the tombstone keeps its number from being used again."""
+    txn.tombstone(name, generation)
+    txn.retire(name, generation)
 
 
 def _node_row(node: PrefixNode, written: WrittenGroup) -> NodeRow:

@@ -19,8 +19,8 @@ from store.index.catalog import Catalog
 from store.index.ids import FIRST_IDS, Ids, ids_digest, node_id, pack_ids, prefix_id
 from store.index.rows import NodeRow, PrefixRow
 from store.info import StoreInfo
-from store.maintenance import group_folders
-from store.publish import REMOVED_MARK
+from store.maintenance import group_bytes_on_disk, group_folders, is_retired
+from store.publish import UNLISTED_MARK
 
 
 class RepairReport(NamedTuple):
@@ -104,7 +104,7 @@ def _read_group(group: Path, identity: str) -> _Found | None:
             and attributes["layout_version"] == disk_layout.LAYOUT_VERSION
             and attributes["token_digest"] == ids_digest(tokens)
             and group.name == f"g{generation}"
-            and not (group.parent / f"{REMOVED_MARK}{generation}").exists()
+            and not is_retired(group, generation)
         )
     except (OSError, ValueError, KeyError, TypeError):
         return None
@@ -158,7 +158,7 @@ def _row(entry: _Placed) -> NodeRow:
         str(item.attributes["token_digest"]),
         int(item.attributes["generation"]),
         disk_layout.group_digest(item.group),
-        sum(path.stat().st_size for path in item.group.rglob("*") if path.is_file()),
+        group_bytes_on_disk(item.group),
     )
 
 
@@ -169,5 +169,7 @@ def _prefixes(entry: _Placed, *, leaf: bool) -> Iterator[PrefixRow]:
         listed = [(f"recovered-{item.name[:8]}", item.end, {"kind": "recovered"})]
     for name, length, source in listed:
         ids = entry.path_ids[:length]
+        if (item.group.parent / f"{UNLISTED_MARK}{prefix_id(ids)}").exists():
+            continue
         text = json.dumps(source, ensure_ascii=False, sort_keys=True)
         yield PrefixRow(prefix_id(ids), name, length, item.name, ids_digest(ids), time.time(), text)

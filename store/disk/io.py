@@ -10,14 +10,20 @@ import ctypes
 import errno
 import mmap
 import os
+import queue
 import threading
 import time
+from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TypeVar
 
 import numpy as np
 
 from store.errors import InvalidValueError
+
+T = TypeVar("T")
 
 #: Largest logical block size that is tried; every smaller power of two divides it.
 MAX_BLOCK = 4096
@@ -142,6 +148,47 @@ class Throttle:
         left = ready - time.perf_counter()
         if left > 0:
             time.sleep(left)
+
+
+class ReadPool:
+    """Threads that read. Unlike an executor's, they don't keep the process from ending.
+
+    A read that hangs (a network file system that went away) can't be stopped, only left behind.
+    """
+
+    def __init__(self, threads: int) -> None:
+        self._threads = threads
+        self._queue: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]
+        self._queue = queue.SimpleQueue()
+        self._started = False
+
+    def submit(self, work: Callable[[], T]) -> Future[T]:
+        """Queue ``work``; the threads start with the first."""
+        if not self._started:
+            self._started = True
+            for number in range(self._threads):
+                name = f"impress-io-{number}"
+                threading.Thread(target=self._serve, name=name, daemon=True).start()
+        future: Future[T] = Future()
+        self._queue.put((future, work))
+        return future
+
+    def close(self) -> None:
+        """Let the threads end after what is queued."""
+        if self._started:
+            for _ in range(self._threads):
+                self._queue.put(None)
+
+    def _serve(self) -> None:
+        while (item := self._queue.get()) is not None:
+            future, work = item
+            if not future.set_running_or_notify_cancel():
+                continue
+            try:
+                future.set_result(work())
+            except BaseException as error:  # noqa: BLE001 - it belongs to whoever waits
+                future.set_exception(error)
+            del item, future, work
 
 
 class ShortReadError(OSError):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -22,6 +22,7 @@ from store.disk import layout as disk_layout
 from store.disk.io import (
     Arena,
     IOOptions,
+    ReadPool,
     ShortReadError,
     Throttle,
     address_of,
@@ -66,7 +67,7 @@ class NodeFiles:
     """What the reader needs to know of one published generation.
 
     ``start`` is the absolute position of the node's first token; ``k_crc`` and ``v_crc`` uint32
-    [layers, chunks]; ``rows`` int32 [layers, n] is None while stored in original order.
+    [layers, chunks].
     """
 
     node_id: str
@@ -75,7 +76,6 @@ class NodeFiles:
     start: int
     k_crc: np.ndarray
     v_crc: np.ndarray
-    rows: np.ndarray | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +114,7 @@ class ChunkReader:
     def __init__(self, options: IOOptions) -> None:
         self.options = options
         self.note: str | None = None
-        self._pool = ThreadPoolExecutor(options.threads, thread_name_prefix="impress-io")
+        self._pool = ReadPool(options.threads)
         self._throttle = Throttle(options.bandwidth_bytes_s, options.latency_s)
         self._local = threading.local()
         self._probe_lock = threading.Lock()
@@ -122,11 +122,11 @@ class ChunkReader:
 
     def close(self) -> None:
         """Stop the threads; reads not yet started are dropped."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._pool.close()
 
     def submit(self, read: ShardRead) -> Future[ReadCount]:
         """Start a read; the future raises `ChunkLoadError`."""
-        return self._pool.submit(self.read, read)
+        return self._pool.submit(lambda: self.read(read))
 
     def block_for(self, path: Path) -> int:
         """O_DIRECT block size of the store's file system, 1 for buffered reads."""

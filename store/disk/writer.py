@@ -24,7 +24,7 @@ import numpy as np
 
 from store.disk import layout as disk_layout
 from store.disk.layout import NodeLayout
-from store.errors import StoreFullError
+from store.errors import StoreError, StoreFullError, StoreWriteError
 
 #: KV of one layer: (k, v), each [tokens, kv_heads, head_dim] in the storage dtype.
 LayerKV = Callable[[int], tuple[np.ndarray, np.ndarray]]
@@ -46,15 +46,19 @@ class WrittenGroup(NamedTuple):
 
 @contextlib.contextmanager
 def disk_errors(path: Path) -> Iterator[None]:
-    """Answer a full disk with one line; other errors pass."""
+    """Answer a failed write with one line."""
     try:
         yield
+    except StoreError:
+        raise
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise StoreFullError(
-                f"no space left for {path}; free some with 'impress rm' or use another --store"
+                f"no space left for {path}; free some, or use another --store"
             ) from error
-        raise
+        raise StoreWriteError(
+            f"can't write {path} ({error.strerror or error}); check the folder and its disk"
+        ) from error
 
 
 def write_generation(
@@ -63,7 +67,6 @@ def write_generation(
     tokens: np.ndarray,
     layers: LayerKV,
     attributes: dict[str, Any],
-    rows: np.ndarray | None = None,
 ) -> WrittenGroup:
     """Write one generation at ``target``.
 
@@ -79,13 +82,11 @@ def write_generation(
         Called once per layer in order, so that only one layer needs to be in memory.
     attributes
         Group attributes (format.md).
-    rows
-        int32 [layers, n], the mapping list; identity where None.
 
     Raises
     ------
-    StoreFullError
-        The disk is full. Nothing is left at ``target``.
+    StoreFullError, StoreWriteError
+        Nothing is left at ``target``.
     """
     temp = target.parent / f"{TEMP_PREFIX}{target.name}-{os.getpid()}"
     with disk_errors(target):
@@ -93,7 +94,7 @@ def write_generation(
         shutil.rmtree(temp, ignore_errors=True)
         try:
             disk_layout.create_group(temp, layout, attributes)
-            _write_arrays(temp, layout, tokens, layers, rows)
+            _write_arrays(temp, layout, tokens, layers)
             digest = disk_layout.group_digest(temp)
             size = _sync_tree(temp)
             if target.exists():
@@ -112,7 +113,6 @@ def _write_arrays(
     layout: NodeLayout,
     tokens: np.ndarray,
     layers: LayerKV,
-    rows: np.ndarray | None,
 ) -> None:
     crcs = {
         name: np.empty((layout.shape.num_layers, layout.num_chunks), dtype="<u4")
@@ -122,11 +122,11 @@ def _write_arrays(
         for name, values in zip(disk_layout.KV_ARRAYS, layers(layer), strict=True):
             path = disk_layout.shard_path(group, name, layer)
             crcs[name][layer] = write_shard(path, layout, values)
-    if rows is None:
-        order = np.arange(layout.tokens, dtype="<i4")
-        rows = np.broadcast_to(order, (layout.shape.num_layers, layout.tokens))
+    # The mapping list of a node in original order.
+    order = np.arange(layout.tokens, dtype="<i4")
+    rows = np.broadcast_to(order, (layout.shape.num_layers, layout.tokens))
     disk_layout.write_small(group, "tokens", tokens.astype("<u4"))
-    disk_layout.write_small(group, "rows", rows.astype("<i4"))
+    disk_layout.write_small(group, "rows", rows)
     for name, values in crcs.items():
         disk_layout.write_small(group, f"{name}_crc", values)
 

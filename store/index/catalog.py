@@ -213,8 +213,13 @@ class Catalog:
         """Generations whose files may be deleted, by node."""
         return [GarbageRow._make(row) for row in self._rows("SELECT * FROM garbage")]
 
+    def published_generation(self, node_id: str) -> int:
+        """Generation of a node that is published; -1 where it is not in the catalog."""
+        rows = self._rows("SELECT generation FROM nodes WHERE node_id = ?", (node_id,))
+        return int(rows[0][0]) if rows else -1
+
     def tombstoned_generation(self, node_id: str) -> int:
-        """Highest generation of a node that was removed on purpose; -1 when none was."""
+        """Highest generation of a node that was retired on purpose; -1 when none was."""
         rows = self._rows("SELECT generation FROM tombstones WHERE node_id = ?", (node_id,))
         return int(rows[0][0]) if rows else -1
 

@@ -60,6 +60,12 @@ def can_write(directory: Path) -> bool:
     return os.access(directory, os.W_OK | os.X_OK)
 
 
+def is_full(directory: Path) -> bool:
+    """Whether the file system has no block left for this process."""
+    found = os.statvfs(directory)
+    return (found.f_bfree if os.geteuid() == 0 else found.f_bavail) < 16
+
+
 def connect(path: Path, *, readonly: bool, create: bool) -> tuple[sqlite3.Connection, str | None]:
     """Open the file and set its journal.
 
@@ -71,7 +77,14 @@ def connect(path: Path, *, readonly: bool, create: bool) -> tuple[sqlite3.Connec
     """
     if readonly:
         return _connect_readonly(path)
-    connection = _open(path, "mode=rwc" if create else "mode=rw")
+    try:
+        connection = _open(path, "mode=rwc" if create else "mode=rw")
+    except sqlite3.OperationalError as error:
+        if not create and is_full(path.parent):
+            raise StoreFullError(
+                f"no space left on the disk of {path}; free some outside the store first"
+            ) from error
+        raise
     try:
         return connection, _set_journal(connection, filesystem_type(path.parent))
     except BaseException:
@@ -83,7 +96,7 @@ def _connect_readonly(path: Path) -> tuple[sqlite3.Connection, str | None]:
     try:
         return _open(path, "mode=ro"), None
     except sqlite3.OperationalError:
-        if can_write(path.parent):
+        if can_write(path.parent) and not is_full(path.parent):
             raise
     # A WAL file needs its helper files beside it. Where they can't be made, there is no writer
     # either, so the file may be read as one that never changes.
