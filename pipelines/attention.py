@@ -14,15 +14,15 @@ import torch
 from transformers import AttentionInterface, PreTrainedModel
 
 from pipelines.quiet import quiet_transformers
+from store.attend import can_split
 from store.query_run import QueryRun
 
 ATTENTION = "impress"
 
-#: Tokens that run through the model at once after others: longer segments need larger masks,
-#: shorter ones leave the matrix products inefficient (docs/decisions.md).
+#: Tokens that run through the model at once where attention needs a mask: longer segments need
+#: larger masks, shorter ones leave the matrix products inefficient (docs/decisions.md).
 SEGMENT_TOKENS = 1024
-#: Memory for the activations of the first segment. From position 0 attention is causal without a
-#: mask, so that as much as possible runs at once.
+#: Memory for the activations of a segment whose attention needs no mask.
 ACTIVATION_BYTES = 1 << 30
 
 
@@ -109,7 +109,8 @@ def prefill(
     """`forward` in segments; ``on_segment`` gets the tokens of each when it is done."""
     out, done = None, 0
     while done < len(ids):
-        size = SEGMENT_TOKENS if run.position else first_segment_tokens(model)
+        unmasked = run.position == 0 or can_split(model.device)
+        size = long_segment_tokens(model) if unmasked else SEGMENT_TOKENS
         part = ids[done : done + size]
         done += len(part)
         out = forward(model, run, part, logits=logits and done == len(ids))
@@ -118,8 +119,8 @@ def prefill(
     return out
 
 
-def first_segment_tokens(model: PreTrainedModel) -> int:
-    """Tokens from position 0 whose activations take about `ACTIVATION_BYTES`."""
+def long_segment_tokens(model: PreTrainedModel) -> int:
+    """Tokens whose activations take about `ACTIVATION_BYTES`."""
     config = model.config
     inner = getattr(config, "intermediate_size", None) or getattr(config, "ffn_dim", 0)
     # At most about this many vectors of a token are alive at once in a layer.

@@ -20,8 +20,8 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 
+from store.attend import CausalAttention
 from store.disk.io import Arena
 from store.disk.layout import KV_ARRAYS, chunk_count
 from store.disk.reader import ChunkReader, NodeFiles, ReadCount, ShardRead
@@ -30,8 +30,6 @@ from store.stats import RunCounters
 from store.types import KVShape
 
 _ALIGN = 4096
-#: Masks larger than this are broadcast over a group's query heads instead of repeated for them.
-_MASK_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +90,7 @@ class QueryRun:
         self._deadline_s = reader.options.deadline_s
         self._arena = arena
         self._on_close: Callable[[Arena | None], None] | None = on_close
-        self._mask: tuple[tuple[int, int, int], torch.Tensor] | None = None
+        self._attention = CausalAttention()
         self._host = [self._layer_views(layer) for layer in range(shape.num_layers)]
         self._kv = self._device_views()
         self._pending = [self._submit(reader, parts, i) for i in range(shape.num_layers)]
@@ -111,7 +109,7 @@ class QueryRun:
         # A read under way writes into the arena, so that it must end before that is reused; one
         # that hangs keeps its arena for ever.
         hung = wait(running, timeout=self._deadline_s).not_done if running else ()
-        self._host, self._kv, self._mask = [], [], None
+        self._host, self._kv = [], []
         on_close, self._on_close = self._on_close, None
         on_close(None if hung else self._arena)
 
@@ -214,53 +212,6 @@ class QueryRun:
 
     def _slow(self, layer: int) -> ChunkLoadError:
         return ChunkLoadError("-", "k", layer, -1, 0, f"slow: no answer in {self._deadline_s:g} s")
-
-    def _attention(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float | None
-    ) -> torch.Tensor:
-        """Bottom-right causal attention; k and v [kv_heads, n, head_dim] are views.
-
-        The query heads of one KV head are folded into the query length, so that SDPA reads each
-        KV head once instead of copying it per query head (docs/decisions.md has the timing).
-        """
-        groups, (heads, m, dim) = k.shape[0], q.shape
-        per_group, n = heads // groups, k.shape[1]
-        if m == 1:
-            folded, mask = q.reshape(1, groups, per_group, dim), None
-        elif m == n or per_group * m * n * q.element_size() > _MASK_BYTES:
-            grouped = q.reshape(groups, per_group, m, dim)
-            mask = None if m == n else self._causal_mask(m, n, 1, q)
-            out = F.scaled_dot_product_attention(
-                grouped,
-                k[:, None].expand(-1, per_group, -1, -1),
-                v[:, None].expand(-1, per_group, -1, -1),
-                attn_mask=mask,
-                is_causal=m == n,
-                scale=scaling,
-            )
-            return out.reshape(heads, m, dim)
-        else:
-            folded = q.reshape(1, groups, per_group * m, dim)
-            mask = self._causal_mask(m, n, per_group, q)
-        out = F.scaled_dot_product_attention(folded, k[None], v[None], mask, scale=scaling)
-        return out.reshape(heads, m, dim)
-
-    def _causal_mask(self, m: int, n: int, repeats: int, q: torch.Tensor) -> torch.Tensor:
-        """Additive mask [repeats * m, n]: row i sees columns up to n - m + i. Kept per forward.
-
-        ::
-
-            columns   prefix, n - m     suffix, m
-            row 0     0 0 0 0 0 0       0 - -        (- is minus infinity)
-            row 1     0 0 0 0 0 0       0 0 -
-        """
-        key = (m, n, repeats)
-        if self._mask is None or self._mask[0] != key:
-            mask = torch.zeros(m, n, dtype=q.dtype, device=q.device)
-            future = torch.ones(m, m, dtype=torch.bool, device=q.device).triu_(1)
-            mask[:, n - m :].masked_fill_(future, float("-inf"))
-            self._mask = (key, mask.repeat(repeats, 1))
-        return self._mask[1]
 
     def advance(self, tokens: int) -> None:
         """Tell the run that a forward of ``tokens`` tokens went through every layer."""

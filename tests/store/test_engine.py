@@ -308,18 +308,223 @@ def test_a_lost_catalog_is_rebuilt_from_the_groups_alone(tmp_path: Path):
                 check(store, ids)
 
 
-def test_repair_does_not_bring_back_a_removed_node_whose_files_were_not_deleted(tmp_path: Path):
-    with new_store(tmp_path / "kv", MODEL) as store:
-        put(store, MODEL, ids_of(30), "kept")
+def lose_catalog(path: Path) -> None:
+    for file in path.glob("catalog.sqlite*"):
+        file.unlink()
+
+
+def test_repair_does_not_bring_back_what_a_reader_kept_alive(tmp_path: Path):
+    first, second = two_branches()
+    kv = tmp_path / "kv"
+    with new_store(kv, MODEL) as store:
+        put(store, MODEL, first, "first")
         put(store, MODEL, ids_of(30, seed=3), "gone")
-        path = group_of(store, store.prefix("gone").node_id)
-        shutil.copytree(path, tmp_path / "copy")
-        store.remove(store.prefix("gone"))
-        # As after a kill between the catalog's commit and the deletion.
-        shutil.copytree(tmp_path / "copy", path)
-        (path.parent / "removed-g0").touch()
-    (tmp_path / "kv" / "catalog.sqlite").unlink()
-    assert rebuild_store(tmp_path / "kv").nodes == 1
+    with open_store(kv, MODEL) as reader:
+        run, _ = reader.begin(first, max_new_tokens=1)  # its lease keeps every generation
+        with run, open_store(kv, MODEL) as writer:
+            put(writer, MODEL, second, "second")
+            writer.remove(writer.prefix("gone"))
+            writer.remove(writer.prefix("first"))
+            shutil.copytree(kv, tmp_path / "copy")
+    groups = [path for path in (tmp_path / "copy/nodes").glob("*/*/g*") if path.is_dir()]
+    assert len(groups) == 5, "the reader's lease kept the split and removed nodes"
+    lose_catalog(tmp_path / "copy")
+    assert rebuild_store(tmp_path / "copy").nodes == 2
+    with open_store(tmp_path / "copy", MODEL) as store:
+        assert [row.name for row in store.prefixes()] == ["second"]
+        check(store, second)
+
+
+def test_repair_does_not_list_a_removed_prefix_whose_node_stays(tmp_path: Path):
+    kv = tmp_path / "kv"
+    with new_store(kv, MODEL) as store:
+        put(store, MODEL, ids_of(30), "short")
+        put(store, MODEL, ids_of(60), "long")
+        assert store.remove(store.prefix("short")).nodes == 0
+    lose_catalog(kv)
+    rebuild_store(kv)
+    with open_store(kv, MODEL) as store:
+        assert [row.name for row in store.prefixes()] == ["long"]
+        store.add_prefix(ids_of(60)[:30], "short again", {})
+        check(store, ids_of(60))
+
+
+def test_a_repair_that_is_stopped_leaves_the_old_catalog(tmp_path: Path, monkeypatch):
+    from store import rebuild
+
+    kv = tmp_path / "kv"
+    with new_store(kv, MODEL) as store:
+        put(store, MODEL, ids_of(30), "kept")
+
+    def stopped(*_args):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(rebuild, "_place", stopped)
+        with pytest.raises(KeyboardInterrupt):
+            rebuild_store(kv)
+    with open_store(kv, MODEL) as store:
+        check(store, ids_of(30))
+    assert rebuild_store(kv).nodes == rebuild_store(kv).nodes == 1
+    assert len(list(kv.glob("catalog.sqlite.before-repair-?"))) == 2
+
+
+def test_a_session_does_not_delete_what_a_rebuilt_catalog_holds(tmp_path: Path):
+    kv = tmp_path / "kv"
+    with new_store(kv, MODEL) as store:
+        put(store, MODEL, ids_of(30), "kept")
+    with open_store(kv, MODEL) as session:
+        rebuild_store(kv)
+        with open_store(kv, MODEL) as other:
+            put(other, MODEL, ids_of(30, seed=1), "new")
+        given = put(session, MODEL, ids_of(30, seed=2))
+        assert "rebuilt by another process" in given.insert_note
+    with open_store(kv, MODEL) as store:
+        assert store.verify().bad == []
+        check(store, ids_of(30, seed=1))
+
+
+def test_an_interrupt_after_the_commit_leaves_tree_and_catalog_agreeing(
+    tmp_path: Path, monkeypatch
+):
+    from store.publish import Publisher
+
+    first, second = two_branches()
+    with new_store(tmp_path / "kv", MODEL) as store:
+        put(store, MODEL, first, "first")
+
+        def interrupted(*_args):
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Publisher, "_split_tree", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                put(store, MODEL, second, "second")
+        check(store, second)
+        third = np.concatenate([first[:10], ids_of(20, seed=4)]).astype(np.uint32)
+        put(store, MODEL, third, "third")
+        assert store.verify().bad == []
+        for ids in (first, second, third):
+            check(store, ids)
+
+
+def test_generation_numbers_are_not_used_twice(tmp_path: Path):
+    first, second = two_branches()
+    with new_store(tmp_path / "kv", MODEL) as store:
+        put(store, MODEL, first, "first")
+        name = store.nodes()[0].node_id
+        put(store, MODEL, second, "second")
+        for row in store.prefixes():
+            store.remove(row)
+        put(store, MODEL, first, "first")
+        assert [(row.node_id, row.generation) for row in store.nodes()] == [(name, 1)]
+        check(store, first)
+
+
+def test_damage_found_in_a_replaced_generation_says_nothing_of_the_new_one(tmp_path: Path):
+    from store.errors import ChunkLoadError
+
+    with new_store(tmp_path / "kv", MODEL) as store:
+        put(store, MODEL, ids_of(60))
+        row = store.nodes()[0]
+        late = ChunkLoadError(row.node_id, "k", 0, 1, 16, "corrupt")
+        with open_store(tmp_path / "kv", MODEL) as other:
+            rows = other.node_rows(row.node_id)
+            other.replace(row.node_id, rows.layer)
+        store.quarantine(late)  # this process has not seen the new generation yet
+    with open_store(tmp_path / "kv", MODEL) as store:
+        assert len(store.quarantined()) == 1
+        check(store, ids_of(60))
+
+
+def test_a_group_in_another_order_is_not_read_as_if_it_were_in_the_original(tmp_path: Path):
+    import json
+
+    with new_store(tmp_path / "kv", MODEL) as store:
+        put(store, MODEL, ids_of(60))
+        meta = group_of(store) / "zarr.json"
+    data = json.loads(meta.read_text())
+    data["attributes"]["order"] = "importance"
+    meta.write_text(json.dumps(data))
+    with open_store(tmp_path / "kv", MODEL) as store:
+        given = ask(store, MODEL, ids_of(60), QUESTION)
+        assert given.stats.reused_tokens == 0
+        assert worst(given, MODEL, ids_of(60), QUESTION) <= 1e-4
+
+
+def test_a_query_that_finds_damage_answers_while_the_catalog_is_busy_or_full(
+    tmp_path: Path, monkeypatch
+):
+    from store.index.catalog import Catalog
+
+    with new_store(tmp_path / "kv", MODEL) as store:
+        put(store, MODEL, ids_of(60))
+        damage(group_of(store), "k")
+
+        def busy(*_args):
+            raise StoreLockedError("busy")
+
+        monkeypatch.setattr(Catalog, "transaction", busy)
+        monkeypatch.setattr(Catalog, "add_counters", busy)
+        given = ask(store, MODEL, ids_of(60), QUESTION, insert="exact")
+        assert worst(given, MODEL, ids_of(60), QUESTION) <= 1e-4
+        assert given.stats.recovered_chunks == 1
+        assert "busy" in given.insert_note
+        check(store, ids_of(60), matched=0)
+
+
+def test_any_failed_write_after_an_answer_is_a_note(tmp_path: Path, monkeypatch):
+    import errno
+
+    from store.disk import writer
+
+    def broken(*_args):
+        raise OSError(errno.EIO, "Input/output error")
+
+    with new_store(tmp_path / "kv", MODEL) as store:
+        monkeypatch.setattr(writer.os, "write", broken)
+        given = put(store, MODEL, ids_of(30))
+        assert "Input/output error" in given.insert_note
+
+
+def test_a_store_whose_creation_was_killed_can_be_created_again(tmp_path: Path, monkeypatch):
+    from store import engine
+
+    def killed(*_args):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "write_info", killed)
+        with pytest.raises(KeyboardInterrupt):
+            new_store(tmp_path / "kv", MODEL)
+    with new_store(tmp_path / "kv", MODEL) as store:
+        put(store, MODEL, ids_of(30))
+        check(store, ids_of(30))
+
+
+def test_damaged_token_ids_are_healed_by_storing_the_prefix_again(tmp_path: Path):
+    with new_store(tmp_path / "kv", MODEL) as store:
+        put(store, MODEL, ids_of(60), "p")
+    with open_store(tmp_path / "kv", MODEL) as store:
+        damage(group_of(store), "tokens")
+        assert ask(store, MODEL, ids_of(60), QUESTION).stats.reused_tokens == 0
+        given = ask(store, MODEL, ids_of(60), QUESTION, insert="exact")
+        assert given.inserted_tokens == 60
+        assert store.verify().bad == []
+    with open_store(tmp_path / "kv", MODEL) as store:
+        check(store, ids_of(60))
+
+
+def test_what_failed_once_and_is_sound_is_used_again_after_a_scrub(tmp_path: Path):
+    from store.errors import ChunkLoadError
+
+    with new_store(tmp_path / "kv", MODEL) as store:
+        put(store, MODEL, ids_of(60))
+        name = store.nodes()[0].node_id
+        store.quarantine(ChunkLoadError(name, "k", 0, 1, 16, "io error 5"))
+        check(store, ids_of(60), matched=16)
+        assert store.release({bad.node for bad in store.verify().bad}) == 1
+        check(store, ids_of(60))
 
 
 def test_orphans_are_swept_by_a_writer_and_never_by_a_reader(tmp_path: Path):
