@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -23,6 +24,7 @@ import crc32c
 import numpy as np
 
 from store.disk import layout as disk_layout
+from store.disk.io import Arena
 from store.disk.layout import NodeLayout
 from store.errors import StoreError, StoreFullError, StoreWriteError
 
@@ -118,10 +120,11 @@ def _write_arrays(
         name: np.empty((layout.shape.num_layers, layout.num_chunks), dtype="<u4")
         for name in disk_layout.KV_ARRAYS
     }
+    scratch = Arena(shard_room(layout))
     for layer in range(layout.shape.num_layers):
         for name, values in zip(disk_layout.KV_ARRAYS, layers(layer), strict=True):
             path = disk_layout.shard_path(group, name, layer)
-            crcs[name][layer] = write_shard(path, layout, values)
+            crcs[name][layer] = write_shard(path, layout, values, scratch)
     # The mapping list of a node in original order.
     order = np.arange(layout.tokens, dtype="<i4")
     rows = np.broadcast_to(order, (layout.shape.num_layers, layout.tokens))
@@ -131,37 +134,80 @@ def _write_arrays(
         disk_layout.write_small(group, f"{name}_crc", values)
 
 
-def write_shard(path: Path, layout: NodeLayout, values: np.ndarray) -> np.ndarray:
+def write_shard(path: Path, layout: NodeLayout, values: np.ndarray, scratch: Arena) -> np.ndarray:
     """Write one layer's rows as a shard; returns uint32 [chunks], CRC-32C of the stored chunks.
 
     ``values``: [n, kv_heads, head_dim] in the storage dtype; the last chunk is zero padded.
+    ``scratch`` holds the file on its way, at least `shard_room` bytes.
     """
     expected = (layout.tokens, layout.shape.num_kv_heads, layout.shape.head_dim)
     assert values.shape == expected, (values.shape, expected)
     assert values.dtype == layout.shape.np_dtype
-    raw = np.ascontiguousarray(values).reshape(-1).view(np.uint8).data
-    size, chunks = layout.chunk_bytes, layout.num_chunks
-    parts: list[Any] = [raw[i * size : (i + 1) * size] for i in range(chunks)]
-    if len(parts[-1]) < size:
-        parts[-1] = bytes(parts[-1]) + bytes(size - len(parts[-1]))
+    raw = np.ascontiguousarray(values).reshape(-1).view(np.uint8)
+    size, file = layout.chunk_bytes, scratch.array
+    file[: len(raw)] = raw
+    file[len(raw) : layout.data_bytes] = 0
+    sizes = [size] * layout.num_chunks
+    if layout.codec != "none":
+        sizes = _encode(layout, file)
+    index = disk_layout.pack_index(sizes)
+    end = sum(sizes) + len(index)
+    file[end - len(index) : end] = np.frombuffer(index, np.uint8)
+    begin = np.cumsum([0, *sizes]).tolist()
+    crcs = [crc32c.crc32c(scratch.view[a:b]) for a, b in itertools.pairwise(begin)]
+    _write_file(path, scratch.view, end)
+    return np.array(crcs, dtype="<u4")
+
+
+def shard_room(layout: NodeLayout) -> int:
+    """Bytes of scratch that `write_shard` needs; a codec may make chunks a little longer."""
+    longest = layout.data_bytes * 17 // 16 + 1024 * layout.num_chunks
+    stored = layout.data_bytes if layout.codec == "none" else longest
+    return stored + layout.index_bytes + DISK_BLOCK
+
+
+def _encode(layout: NodeLayout, file: np.ndarray) -> list[int]:
+    """Replace the chunks in ``file`` by their encoded form, back to back; returns their sizes."""
     codec = disk_layout.make_codec(layout.codec)
-    if codec is not None:
-        dtype = layout.shape.np_dtype
-        # Blosc shuffles by element size, which it takes from the buffer's dtype.
-        parts = [bytes(codec.encode(np.frombuffer(part, dtype=dtype))) for part in parts]
-    index = disk_layout.pack_index([len(part) for part in parts])
-    with path.open("xb", buffering=0) as file:
-        if codec is None and len(raw) == chunks * size:
-            _write_all(file.fileno(), raw)
-        else:
-            _write_all(file.fileno(), memoryview(b"".join(parts)))
-        _write_all(file.fileno(), memoryview(index))
-    return np.fromiter((crc32c.crc32c(part) for part in parts), dtype="<u4", count=chunks)
+    assert codec is not None
+    # Blosc shuffles by element size, which it takes from the buffer's dtype.
+    chunks = file[: layout.data_bytes].view(layout.shape.np_dtype).reshape(layout.num_chunks, -1)
+    parts = [bytes(codec.encode(chunk)) for chunk in chunks]
+    stored = b"".join(parts)
+    file[: len(stored)] = np.frombuffer(stored, np.uint8)
+    return [len(part) for part in parts]
+
+
+def _write_file(path: Path, data: memoryview, size: int) -> None:
+    """Write a new file of ``size`` bytes from page-aligned memory that is longer by a block.
+
+    Past the page cache where that works: what is stored would only push other pages out of it,
+    and filling it takes longer than the disk does (docs/decisions.md).
+    """
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+    for direct in (getattr(os, "O_DIRECT", 0), 0):
+        try:
+            fd = os.open(path, flags | direct)
+        except OSError as error:
+            if direct and error.errno == errno.EINVAL:
+                continue
+            raise
+        try:
+            _write_all(fd, data[: -(-size // DISK_BLOCK) * DISK_BLOCK])
+            os.ftruncate(fd, size)
+            return
+        except OSError as error:
+            if not direct or error.errno != errno.EINVAL:
+                raise
+            path.unlink()
+        finally:
+            os.close(fd)
 
 
 def _write_all(fd: int, data: memoryview) -> None:
-    while data:
-        data = data[os.write(fd, data) :]
+    done = 0
+    while done < len(data):
+        done += os.pwrite(fd, data[done:], done)
 
 
 def _sync_tree(group: Path) -> int:

@@ -482,7 +482,7 @@ def test_any_failed_write_after_an_answer_is_a_note(tmp_path: Path, monkeypatch)
         raise OSError(errno.EIO, "Input/output error")
 
     with new_store(tmp_path / "kv", MODEL) as store:
-        monkeypatch.setattr(writer.os, "write", broken)
+        monkeypatch.setattr(writer.os, "pwrite", broken)
         given = put(store, MODEL, ids_of(30))
         assert "Input/output error" in given.insert_note
 
@@ -625,15 +625,15 @@ def test_a_full_disk_is_said_and_leaves_the_store_as_it_was(tmp_path: Path, monk
 
     with new_store(tmp_path / "kv", MODEL) as store:
         put(store, MODEL, ids_of(30))
-        real, calls = os.write, []
+        real, calls = os.pwrite, []
 
-        def full(fd, data):
+        def full(fd, data, at):
             calls.append(1)
             if len(calls) > 3:
                 raise OSError(errno.ENOSPC, "No space left on device")
-            return real(fd, data)
+            return real(fd, data, at)
 
-        monkeypatch.setattr(writer.os, "write", full)
+        monkeypatch.setattr(writer.os, "pwrite", full)
         given = put(store, MODEL, ids_of(30, seed=1))
         assert "no space left" in given.insert_note
         with pytest.raises(StoreFullError):

@@ -10,8 +10,9 @@ import pytest
 import zarr
 
 from store.disk import layout as disk_layout
+from store.disk.io import Arena
 from store.disk.layout import CODECS, NodeLayout
-from store.disk.writer import write_generation, write_shard
+from store.disk.writer import shard_room, write_generation, write_shard
 from store.errors import FormatVersionError, NotAStoreError
 from store.types import KVShape
 from tests.helpers import ask, group_of, ids_of, new_store, open_store, put, worst
@@ -70,7 +71,7 @@ def test_crc_table_is_of_the_stored_chunks(tmp_path: Path):
     import google_crc32c  # zarr's own dependency: an independent implementation
 
     layout = NodeLayout(SHAPE, 20, 16, "none")
-    crcs = write_shard(tmp_path / "shard", layout, rows(20))
+    crcs = write_shard(tmp_path / "shard", layout, rows(20), Arena(shard_room(layout)))
     raw = (tmp_path / "shard").read_bytes()
     size = layout.chunk_bytes
     assert [google_crc32c.value(raw[i * size : (i + 1) * size]) for i in range(2)] == list(crcs)
