@@ -19,10 +19,12 @@ from store.errors import (
     StoreNotFoundError,
 )
 from store.identity import ModelIdentity
+from store.locks import LEASES, WRITER_LOCK
 from store.types import MAX_CHUNK_TOKENS, MIN_CHUNK_TOKENS
 
 FORMAT_VERSION = 1
 FILE_NAME = "impress.json"
+CATALOG = "catalog.sqlite"
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,3 +128,14 @@ def read_info(store: Path) -> StoreInfo:
             f"{store}/{FILE_NAME} is damaged ({error}); restore the file from a copy, or build "
             "the store anew"
         ) from error
+
+
+def is_free(path: Path) -> bool:
+    """Whether a folder is empty but for what a `create` that was killed leaves."""
+    if not path.is_dir():
+        return False
+    ours = (CATALOG, f".{FILE_NAME}.", LEASES, WRITER_LOCK)
+    return not (path / FILE_NAME).exists() and all(
+        entry.name.startswith(ours) or (entry.name == "nodes" and not any(entry.iterdir()))
+        for entry in path.iterdir()
+    )

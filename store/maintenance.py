@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 from store.disk import layout as disk_layout
+from store.disk.layout import NodeLayout
+from store.disk.verify import BadChunk, GroupCheck, VerifyReport, verify_group
 from store.disk.writer import DISK_BLOCK, TEMP_PREFIX, sync_dir
 from store.index.catalog import Catalog
+from store.index.rows import NodeRow
 from store.locks import oldest_lease
 
 #: Beside a node's generations: one that is garbage and still read by somebody.
@@ -118,3 +121,23 @@ def _orphans(store: Path, catalog: Catalog) -> Iterator[Path]:
         is_group = folder.name.startswith(("g", TEMP_PREFIX))
         if is_group and folder not in known:
             yield folder
+
+
+def verify_nodes(
+    store: Path,
+    rows: list[NodeRow],
+    layout_of: Callable[[int], NodeLayout],
+    progress: Callable[[int, int], None] | None,
+) -> VerifyReport:
+    """Scrub every published generation; ``progress(done, total)`` in nodes."""
+    chunks = size = 0
+    bad: list[BadChunk] = []
+    for done, row in enumerate(rows, 1):
+        group = disk_layout.generation_dir(store, row.node_id, row.generation)
+        layout = layout_of(row.length)
+        one = verify_group(GroupCheck(row.node_id, group, layout, row.group_digest, row.digest))
+        chunks, size = chunks + one.chunks, size + one.bytes
+        bad += one.bad
+        if progress is not None:
+            progress(done, len(rows))
+    return VerifyReport(len(rows), chunks, size, bad)

@@ -7,6 +7,7 @@ node's parent is the one under which its id comes out right; no stored link has 
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,10 +16,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from store.disk import layout as disk_layout
+from store.disk.writer import disk_errors, sync_dir
 from store.index.catalog import Catalog
 from store.index.ids import FIRST_IDS, Ids, ids_digest, node_id, pack_ids, prefix_id
 from store.index.rows import NodeRow, PrefixRow
-from store.info import StoreInfo
+from store.info import CATALOG, StoreInfo, read_info
+from store.locks import WriterLock
 from store.maintenance import group_bytes_on_disk, group_folders, is_retired
 from store.publish import UNLISTED_MARK
 
@@ -173,3 +176,46 @@ def _prefixes(entry: _Placed, *, leaf: bool) -> Iterator[PrefixRow]:
             continue
         text = json.dumps(source, ensure_ascii=False, sort_keys=True)
         yield PrefixRow(prefix_id(ids), name, length, item.name, ids_digest(ids), time.time(), text)
+
+
+def rebuild_store(path: Path) -> RepairReport:
+    """Rebuild the catalog of a store whose catalog is lost or damaged.
+
+    The new one is made beside the old and takes its place when it is whole; the old one is kept
+    as ``catalog.sqlite.before-repair-<n>``.
+
+    Raises
+    ------
+    StoreLockedError, StoreFullError, StoreWriteError
+        Nothing has changed.
+    """
+    path = Path(path)
+    info = read_info(path)
+    lock = WriterLock(path)
+    lock.acquire(0.0)
+    fresh = path / f"{CATALOG}.new"
+    try:
+        with disk_errors(path):
+            for suffix in ("", "-wal", "-shm"):
+                fresh.with_name(fresh.name + suffix).unlink(missing_ok=True)
+            with Catalog.open(fresh, readonly=False, create=True) as catalog:
+                report = rebuild_catalog(path, info, catalog)
+            _swap_catalog(path, fresh)
+        return report
+    finally:
+        lock.release()
+
+
+def _swap_catalog(path: Path, fresh: Path) -> None:
+    """Put a whole new catalog in the place of the old one, which is kept aside."""
+    number = 1 + len(list(path.glob(f"{CATALOG}.before-repair-*[0-9]")))
+    aside = path / f"{CATALOG}.before-repair-{number}"
+    if (path / CATALOG).exists():
+        os.link(path / CATALOG, aside)
+    # The journal belongs to the old file: beside the new one it would be replayed into it.
+    for suffix in ("-wal", "-shm"):
+        journal = path / f"{CATALOG}{suffix}"
+        if journal.exists():
+            journal.rename(aside.with_name(aside.name + suffix))
+    fresh.rename(path / CATALOG)
+    sync_dir(path)
