@@ -64,10 +64,12 @@ class Asker:
         of = f"file {key}" if prefix.origin == "file" else f"stored prefix {prefix.name}"
         self.ui.note(f"{of}: {len(prefix.ids)} tokens")
         if cut := prefix.source.get("cut_tokens"):
-            self.ui.warn(
-                f"{cut} tokens were cut from the end: a prefix may have "
-                f"{self.model.prefix_limit} tokens with this model"
+            when = (
+                "when it was stored"
+                if prefix.origin == "stored"
+                else f"from the end: this model leaves a prefix {self.model.prefix_limit}"
             )
+            self.ui.warn(f"{cut} tokens were cut {when}")
         return prefix
 
     def ask(

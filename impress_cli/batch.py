@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from impress_cli.ui import stdin_lines
 from store.errors import ImpressError, SourceError
 
 if TYPE_CHECKING:
@@ -51,6 +51,8 @@ def parse_line(number: int, text: str) -> tuple[str | None, str]:
     where = f"line {number}"
     try:
         value = json.loads(text)
+    except RecursionError as error:
+        raise SourceError(f"{where} is JSON nested too deeply") from error
     except json.JSONDecodeError as error:
         raise SourceError(f"{where} is not JSON ({error.msg} at column {error.colno})") from error
     if not isinstance(value, dict):
@@ -75,7 +77,7 @@ def _answer(asker: Asker, number: int, text: str) -> dict[str, Any]:
 def _lines(source: str) -> Iterator[tuple[int, str]]:
     """Numbered lines that are not blank."""
     if source == "-":
-        yield from _numbered(sys.stdin)
+        yield from _numbered(stdin_lines())
         return
     try:
         with Path(source).open(encoding="utf-8") as file:

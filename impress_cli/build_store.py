@@ -133,11 +133,13 @@ def command(
     recipe, source = read_inputs(inputs, template.value, limit)
     if recipe is not None and recipe.store.probe != "none":
         ui.note(f"recipe {recipe.name}: probe layouts come with importance; built without")
+    if recipe is not None and recipe.query.retention != 1.0:
+        ui.note(f"recipe {recipe.name}: its retention is not used before importance is built")
     info = None if fresh else existing_info(store)
     choices = choose(info, recipe, store, model, dtype, chunk_tokens, codec)
     loaded = _load(ui, choices, device, threads)
     if dry_run:
-        _plan(ui, store, info is not None, loaded, source, disk, json_output)
+        _plan(ui, store, info is not None, loaded, source, disk, max_bytes, json_output)
         return
     if fresh:
         delete_store(store)
@@ -204,6 +206,7 @@ def _plan(
     loaded: LoadedModel,
     source: PrefixSource,
     disk: DiskSettings,
+    max_bytes: int | None,
     as_json: bool,
 ) -> None:
     from contextlib import nullcontext
@@ -217,6 +220,10 @@ def _plan(
     )
     with opening as opened:
         plan = plan_build(loaded, source, opened, path=store)
+        used = opened.used_bytes() if opened is not None else 0
+    if max_bytes is not None and used + plan.bytes > max_bytes:
+        text = f"{used + plan.bytes} bytes would pass --max-size {max_bytes}: some are left out"
+        plan.warnings.append(text)
     values = {
         "prefixes": plan.prefixes,
         "tokens": plan.tokens,

@@ -13,8 +13,10 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from impress_cli.envelope import envelope
 from impress_cli.options import require_full_retention
 from impress_cli.render import flat_table
+from impress_cli.ui import stdin_lines
 from impress_cli.units import parse_retention
 from store.errors import ImpressError, InvalidValueError
 
@@ -131,18 +133,22 @@ class Session:
     def _show_stats(self, _argument: str) -> None:
         from pipelines.overview import store_stats
 
+        stats = store_stats(self.asker.store)
+        if self.as_json:
+            self.asker.ui.json(envelope("stats", stats), indent=None)
+            return
         if self.last is not None:
             self.asker.ui.show(flat_table(asdict(self.last.answer.stats)))
-        self.asker.ui.show(flat_table(store_stats(self.asker.store)))
+        self.asker.ui.show(flat_table(stats))
 
     def _show_help(self, _argument: str) -> None:
         for text in HELP:
-            self.asker.ui.line(text)
+            (self.asker.ui.note if self.as_json else self.asker.ui.line)(text)
 
 
 def _read_lines() -> Iterator[str]:
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
-        yield from sys.stdin
+        yield from stdin_lines()
         return
     from prompt_toolkit import PromptSession
 

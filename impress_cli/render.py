@@ -159,7 +159,7 @@ def _humanise(key: str, value: Any) -> str:
         return format_seconds(value)
     if key.startswith(("hit.", "important_hit")) or last.endswith(("_ratio", "_share")):
         return format_percent(value)
-    return format_count(value) if isinstance(value, int) else f"{value:.3g}"
+    return format_count(int(value)) if float(value).is_integer() else f"{value:.3g}"
 
 
 def node_tree(title: str, rows: Sequence[NodeRow]) -> Tree:
@@ -224,9 +224,11 @@ def explain_lines(answer: Answer, parting: Divergence, prefix_tokens: int) -> li
     if prefix_tokens and matched.matched_len >= prefix_tokens:
         lines.append(f"the whole prefix matched ({format_count(prefix_tokens)} tokens)")
     else:
-        why = _STOPS.get(matched.stop, matched.stop)
+        # After a failed load the match was cut on purpose, before what could not be read.
+        cut = matched.stop == "complete" and answer.stats.recovered_chunks > 0
+        why = _STOPS["unreadable"] if cut else _STOPS.get(matched.stop, matched.stop)
         lines.append(f"the match ended after {format_count(matched.matched_len)} tokens: {why}")
-        lines.extend(_parting_lines(parting))
+        lines.extend([] if cut else _parting_lines(parting))
     lines.extend(f"missed: {reason}" for reason in answer.stats.miss_reasons)
     return lines
 

@@ -117,3 +117,11 @@ def configure_logging(ui: Ui) -> None:
     if not warnings_logger.handlers:
         warnings_logger.addHandler(logging.NullHandler())
     warnings_logger.propagate = ui.debug
+
+
+def stdin_lines() -> Iterator[str]:
+    """Lines of standard input; bytes that are no UTF-8 become surrogates, refused line by line."""
+    reconfigure = getattr(sys.stdin, "reconfigure", None)
+    if reconfigure is not None:
+        reconfigure(encoding="utf-8", errors="surrogateescape")
+    yield from sys.stdin

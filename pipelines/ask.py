@@ -22,7 +22,7 @@ from pipelines.text import (
     read_text,
     render,
 )
-from store.errors import PrefixNotFoundError, PromptError
+from store.errors import PrefixNotFoundError, PromptError, SourceError
 
 if TYPE_CHECKING:
     from pipelines.generate import Answer, QueryOptions
@@ -81,7 +81,10 @@ def find_prefix(store: PrefixStore, model: LoadedModel, key: str, template: str)
     """
     path = Path(key)
     if _is_file(path):
-        ids = encode_prefix(model.tokenizer, read_text(path), template)
+        text = read_text(path)
+        if not text.strip():
+            raise SourceError(f"{path} is empty; name a file with text, or leave out --prefix")
+        ids = encode_prefix(model.tokenizer, text, template)
         cut = max(0, len(ids) - model.prefix_limit)
         source = {"kind": "document", "path": str(path), "template": template, "cut_tokens": cut}
         return Prefix(ids[: model.prefix_limit], path.stem, template, "file", source=source)

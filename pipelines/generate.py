@@ -142,7 +142,8 @@ def answer(
         stats = _stats(time.perf_counter() - started, attempts, match, ids, prefix_ids, options)
         tokens, text = _decode(model, run, token, room, on_text)
         kept = _keep_prefix(store, run, match, prefix_ids, options, name, source)
-    _count(store, stats)
+    recompute = options.plan == "force-recompute"
+    _count(store, stats, 0 if recompute else max(len(prefix_ids), stats.reused_tokens))
     return Answer(text, tokens, stats, logits, match, *kept)
 
 
@@ -317,12 +318,14 @@ def _keep_prefix(
     return result.inserted_tokens, ""
 
 
-def _count(store: PrefixStore, stats: QueryStats) -> None:
+def _count(store: PrefixStore, stats: QueryStats, eligible_tokens: int) -> None:
+    """Add to the store's lifetime statistics; ``eligible_tokens`` could have been reused."""
     try:
         store.add_counters(
             {
                 "queries": 1,
                 "prompt_tokens": stats.prompt_tokens,
+                "eligible_tokens": eligible_tokens,
                 "reused_tokens": stats.reused_tokens,
                 "forward_tokens": stats.forward_tokens,
                 "disk_bytes": stats.bytes["disk"],

@@ -45,8 +45,7 @@ def store_stats(store: PrefixStore) -> dict[str, Any]:
 
 def _hits(counters: dict[str, float]) -> dict[str, float | None]:
     """Reused tokens over those that could have been, split by the bytes each tier gave."""
-    # The last token of each prompt has to run through the model, so it was never to be had.
-    eligible = counters.get("prompt_tokens", 0.0) - counters.get("queries", 0.0)
+    eligible = counters.get("eligible_tokens", 0.0)
     moved = {tier: counters.get(f"{tier}_bytes", 0.0) for tier in TIERS}
     if eligible <= 0:
         return dict.fromkeys(TIERS)

@@ -112,7 +112,7 @@ class StoreSpec(_Section):
 class QuerySpec(_Section):
     """Defaults of a query against the store."""
 
-    system: str = "impress"
+    system: Literal["impress"] = "impress"
     retention: float = Field(default=1.0, gt=0, le=1)
     alpha: float = Field(default=0.6, gt=0)
     max_new_tokens: int = Field(default=64, ge=1)

@@ -102,8 +102,15 @@ def encode_text(tokenizer: TokenizerLike, text: str, *, special: bool) -> np.nda
 
     With ``special`` the special tokens that open a sequence (BOS) are put in front, unless
     ``text`` itself starts with the BOS token. Closing special tokens are never added: the text
-    goes on with a question.
+    goes on with a question. Raises `SourceError` for what is no text: half of a surrogate pair,
+    which broken input turns into.
     """
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise SourceError(
+            f"the text has an invalid character at position {error.start}; write it as UTF-8"
+        ) from error
     ids = list(tokenizer.encode(text, add_special_tokens=False))
     if special and not _starts_with_bos(tokenizer, text):
         ids = _opening_tokens(tokenizer) + ids

@@ -65,7 +65,7 @@ class LiveIndex:
         self.reload()
         if self.read_only:
             self.notes.append(f"{path} can't be written; statistics and new prefixes are not kept")
-        if self.catalog.journal_note:
+        elif self.catalog.journal_note:
             self.notes.append(self.catalog.journal_note)
 
     def close(self) -> None:

