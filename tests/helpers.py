@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from pipelines.attention import use_attention
+from pipelines.attention import prefill, use_attention
 from pipelines.generate import Answer, QueryOptions, answer
 from pipelines.models import LoadedModel
 from store.disk.io import IOOptions
@@ -38,6 +38,15 @@ def open_store(path: Path, model: LoadedModel, **io: Any) -> PrefixStore:
 def put(store: PrefixStore, model: LoadedModel, ids: np.ndarray, name: str = "p") -> Answer:
     """Store a prefix by asking a question about it."""
     return ask(store, model, ids, ids_of(3, seed=99), insert="exact", name=name)
+
+
+def compute_and_store(store: PrefixStore, model: LoadedModel, ids: np.ndarray, name: str) -> None:
+    """Store a prefix as `build` does: prefilled by itself, without a question."""
+    run, match = store.begin(ids, max_new_tokens=0)
+    with run:
+        start = match.matched_len
+        prefill(model.model, run, ids[start:], logits=False)
+        store.insert(ids, lambda layer: run.kv(layer, start, len(ids)), start, name=name)
 
 
 def ask(

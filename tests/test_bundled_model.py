@@ -14,7 +14,7 @@ from pipelines.attention import use_attention
 from pipelines.generate import QueryOptions, answer
 from pipelines.model_files import bundled_gguf
 from pipelines.models import LoadedModel, load_model
-from tests.helpers import SHARED, ask, new_store, put
+from tests.helpers import SHARED, ask, compute_and_store, new_store, put
 
 ESSAYS = sorted((SHARED / "documents").glob("*.txt"))[:4]
 PREFIX_TOKENS, QUESTION_TOKENS, ANSWER_TOKENS = 256, 24, 32
@@ -76,7 +76,7 @@ def test_bfloat16_logits_equal_a_forward_over_a_resident_cache(tmp_path: Path):
         for path in ESSAYS:
             ids = essay_ids(model, path)
             prefix = ids[:PREFIX_TOKENS]
-            put(store, model, prefix, path.stem)
+            compute_and_store(store, model, prefix, path.stem)
             cache = plain(model, prefix, use_cache=True, logits_to_keep=1).cache
             for question in questions(ids, 2):
                 given = ask(store, model, prefix, question)
