@@ -33,6 +33,7 @@ LayerKV = Callable[[int], tuple[np.ndarray, np.ndarray]]
 
 TEMP_PREFIX = ".tmp-"
 _SYNC_THREADS = 4
+_DIRECT_BYTES = 1 << 20
 _ARRAYS = len(disk_layout.KV_ARRAYS) + len(disk_layout.SMALL_ARRAYS)
 #: Unit in which file systems hand out space.
 DISK_BLOCK = 4096
@@ -185,7 +186,9 @@ def _write_file(path: Path, data: memoryview, size: int) -> None:
     and filling it takes longer than the disk does (docs/decisions.md).
     """
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
-    for direct in (getattr(os, "O_DIRECT", 0), 0):
+    # A small file waits longer for its own disk write than for its pages.
+    attempts = (getattr(os, "O_DIRECT", 0), 0) if size >= _DIRECT_BYTES else (0,)
+    for direct in attempts:
         try:
             fd = os.open(path, flags | direct)
         except OSError as error:
@@ -193,8 +196,9 @@ def _write_file(path: Path, data: memoryview, size: int) -> None:
                 continue
             raise
         try:
-            _write_all(fd, data[: -(-size // DISK_BLOCK) * DISK_BLOCK])
-            os.ftruncate(fd, size)
+            _write_all(fd, data[: _on_disk(size) if direct else size])
+            if direct:
+                os.ftruncate(fd, size)
             return
         except OSError as error:
             if not direct or error.errno != errno.EINVAL:
