@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from store.disk.layout import chunk_count
 from store.errors import PrefixNotFoundError
+from store.index.mapping import chunk_count
 
 if TYPE_CHECKING:
     from store.engine import PrefixStore

@@ -18,6 +18,7 @@ from store.disk.layout import KV_ARRAYS, NodeLayout
 from store.disk.reader import ChunkReader, NodeFiles, ShardRead
 from store.errors import ChunkLoadError
 from store.index.ids import Ids
+from store.index.mapping import chunk_count
 from store.index.radix import PrefixNode
 from store.info import StoreInfo
 
@@ -168,7 +169,7 @@ class NodeRows:
     def _array(self, layer: int, which: int, tokens: int) -> np.ndarray:
         files, layout = self._files, self._files.layout
         valid = tokens * layout.shape.row_bytes
-        chunks = disk_layout.chunk_count(tokens, layout.chunk_tokens)
+        chunks = chunk_count(tokens, layout.chunk_tokens)
         arena = self._arenas[which]
         read = ShardRead(files, KV_ARRAYS[which], layer, 0, chunks, arena.view, valid)
         self._reader.read(read)

@@ -23,9 +23,10 @@ import torch
 
 from store.attend import CausalAttention
 from store.disk.io import Arena
-from store.disk.layout import KV_ARRAYS, chunk_count
+from store.disk.layout import KV_ARRAYS
 from store.disk.reader import ChunkReader, NodeFiles, ReadCount, ShardRead
 from store.errors import ChunkLoadError
+from store.index.mapping import chunk_count
 from store.stats import RunCounters
 from store.types import KVShape
 

@@ -27,6 +27,7 @@ from numcodecs.zstd import Zstd
 from zarr.codecs import BloscCodec, Crc32cCodec, ZstdCodec
 
 from store.errors import InvalidValueError
+from store.index.mapping import chunk_count
 from store.types import KVShape
 
 LAYOUT_VERSION = 1
@@ -35,11 +36,6 @@ KV_ARRAYS = ("k", "v")
 SMALL_ARRAYS = ("tokens", "k_crc", "v_crc", "rows")
 INDEX_ENTRY = 16
 MISSING = np.uint64(2**64 - 1)
-
-
-def chunk_count(tokens: int, chunk_tokens: int) -> int:
-    """Number of chunks that hold ``tokens`` rows."""
-    return -(-tokens // chunk_tokens)
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,6 +27,7 @@ from store.disk import layout as disk_layout
 from store.disk.io import Arena
 from store.disk.layout import NodeLayout
 from store.errors import StoreError, StoreFullError, StoreWriteError
+from store.index.mapping import identity_rows
 
 #: KV of one layer: (k, v), each [tokens, kv_heads, head_dim] in the storage dtype.
 LayerKV = Callable[[int], tuple[np.ndarray, np.ndarray]]
@@ -126,9 +127,7 @@ def _write_arrays(
         for name, values in zip(disk_layout.KV_ARRAYS, layers(layer), strict=True):
             path = disk_layout.shard_path(group, name, layer)
             crcs[name][layer] = write_shard(path, layout, values, scratch)
-    # The mapping list of a node in original order.
-    order = np.arange(layout.tokens, dtype="<i4")
-    rows = np.broadcast_to(order, (layout.shape.num_layers, layout.tokens))
+    rows = identity_rows(layout.shape.num_layers, layout.tokens)
     disk_layout.write_small(group, "tokens", tokens.astype("<u4"))
     disk_layout.write_small(group, "rows", rows)
     for name, values in crcs.items():
