@@ -23,6 +23,7 @@ from impress_cli import (
     ls,
     models,
     query,
+    reorder,
     repair,
     rm,
     stats,
@@ -51,6 +52,7 @@ app = typer.Typer(
 for module, name in (
     (demo, "demo"),
     (build_store, "build-store"),
+    (reorder, "reorder"),
     (query, "query"),
     (ls, "ls"),
     (inspect_node, "inspect"),

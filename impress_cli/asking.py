@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from impress_cli.envelope import envelope
+from impress_cli.explain import explain_lines, layer_rows, layer_table, layer_totals
 from impress_cli.options import DiskSettings, Dtype
-from impress_cli.render import explain_lines, ttft_lines
+from impress_cli.retention import Choice
 from impress_cli.session import loaded_model, opened_store, stored_model
+from impress_cli.ttft import ttft_lines
 from impress_cli.ui import Ui
 
 if TYPE_CHECKING:
@@ -19,6 +21,8 @@ if TYPE_CHECKING:
     from pipelines.generate import Answer
     from pipelines.models import LoadedModel
     from store.engine import PrefixStore
+    from store.itf.options import SparseOptions
+    from store.stats import LayerReport
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +31,7 @@ class Settings:
 
     prefix: str | None = None
     template: str = "auto"
-    retention: float = 1.0
+    choice: Choice = field(default_factory=Choice)
     plan: str = "auto"
     insert: str = "exact"
     system: str = "impress"
@@ -36,11 +40,12 @@ class Settings:
 
 
 class Reply(NamedTuple):
-    """An answer, the prefix it is about, and where the match ended."""
+    """An answer, the prefix it is about, where the match ended, and what was asked to be kept."""
 
     answer: Answer
     prefix: Prefix
     divergence: Divergence
+    sparse: SparseOptions
 
 
 @dataclass(slots=True)
@@ -52,7 +57,10 @@ class Asker:
     model: LoadedModel
     settings: Settings
     disk: DiskSettings
+    #: What the store had to say; also in the JSON.
     notes: list[str]
+    #: What was said of the options, so that it is said once.
+    said: set[str] = field(default_factory=set)
 
     def find(self, key: str | None) -> Prefix:
         """Return the prefix that ``key`` names, or an empty one; say which kind it is."""
@@ -80,24 +88,38 @@ class Asker:
         from pipelines.generate import QueryOptions
 
         chosen = self.settings
+        recipe = prefix.source.get("query", {})
+        self._say_once(chosen.choice.notes(recipe, chosen.plan))
+        sparse = chosen.choice.options(recipe)
         options = QueryOptions(
             max_new_tokens=chosen.max_new_tokens,
-            retention=chosen.retention,
+            sparse=sparse,
             plan=chosen.plan,
             # The turns of a chat would stay in the store without a name to remove them by.
             insert="never" if prefix.origin == "chat" else chosen.insert,
         )
         answer = ask(self.store, self.model, prefix, prompt, options, on_text)
-        self._announce_io()
+        if on_text is not None:
+            self.ui.line()  # notes that follow must not run on in the answer's line
+        # O_DIRECT that can't be had is known after the first read.
+        self._announce(self.store.io_note())
+        self._announce(missing_evidence(sparse, answer.layers, self.store.path))
+        if sparse.evidence == "auto" and answer.layers:
+            self._say_once(chosen.choice.idle(_evidence_used(answer.layers)))
         parting = divergence(answer.matched, prefix.ids, self.model.tokenizer)
-        return Reply(answer, prefix, parting)
+        return Reply(answer, prefix, parting, sparse)
 
-    def _announce_io(self) -> None:
-        """Say once, after the first read, if O_DIRECT was asked for and can't be had."""
-        note = self.store.io_note()
+    def _announce(self, note: str | None) -> None:
+        """Say something about the store, once, and keep it for the JSON."""
         if note is not None and note not in self.notes:
             self.notes.append(note)
             self.ui.note(note)
+
+    def _say_once(self, notes: list[str]) -> None:
+        for note in notes:
+            if note not in self.said:
+                self.said.add(note)
+                self.ui.note(note)
 
     def one_shot(self, prompt: str, *, as_json: bool) -> int:
         """Answer one question from the command line; the exit code is 0."""
@@ -106,20 +128,24 @@ class Asker:
         if as_json:
             self.ui.json(self.reply_object(reply))
         else:
-            self.ui.line()
             self.show_stats(reply)
         return 0
 
     def show_stats(self, reply: Reply) -> None:
         """Print the TTFT lines and, if asked for, the explanation."""
         if not self.ui.quiet:
-            for text in ttft_lines(reply.answer.stats):
+            for text in ttft_lines(reply.answer.stats, layers=len(reply.answer.layers)):
                 self.ui.line(text)
         if reply.answer.insert_note:
             self.ui.note(reply.answer.insert_note)
         if self.settings.explain:
-            for text in explain_lines(reply.answer, reply.divergence, len(reply.prefix.ids)):
-                self.ui.line(text)
+            self._explain(reply)
+
+    def _explain(self, reply: Reply) -> None:
+        for text in explain_lines(reply.answer, reply.divergence, len(reply.prefix.ids)):
+            self.ui.line(text)
+        if reply.answer.layers:
+            self.ui.show(layer_table(reply.answer.layers, self.store.shape.row_bytes))
 
     def reply_object(self, reply: Reply, **more: Any) -> dict[str, Any]:
         """Build the versioned JSON object of an answer (docs/json.md)."""
@@ -130,6 +156,8 @@ class Asker:
             "tokens": [int(token) for token in answer.token_ids],
             "system": self.settings.system,
             **asdict(answer.stats),
+            "layers": self.store.shape.num_layers,
+            "sparse": asdict(reply.sparse),
             "prefix": {
                 "name": prefix.name,
                 "origin": prefix.origin,
@@ -144,7 +172,7 @@ class Asker:
             "notes": self.notes,
         }
         if self.settings.explain:
-            body["explain"] = explain_object(reply)
+            body["explain"] = explain_object(reply, self.store.shape.row_bytes)
         return envelope("query", body, device=str(self.model.device), disk=self.disk)
 
     def change(self, **settings: Any) -> None:
@@ -152,8 +180,25 @@ class Asker:
         self.settings = replace(self.settings, **settings)
 
 
-def explain_object(reply: Reply) -> dict[str, Any]:
-    """JSON object of ``--explain``."""
+def missing_evidence(
+    sparse: SparseOptions, layers: Sequence[LayerReport], path: Path
+) -> str | None:
+    """Say how to get evidence that the store lacks, where all keys were read for want of it."""
+    if sparse.evidence != "auto" or not layers or _evidence_used(layers) != "full":
+        return None
+    return (
+        "stored tokens of this prefix have no sketch or probe heads, so all keys were read to "
+        f"choose by; 'impress reorder --store {path} --probe sketch' adds a sketch"
+    )
+
+
+def _evidence_used(layers: Sequence[LayerReport]) -> str:
+    """Evidence of a run; a layer that fell back says ``full`` of probe heads."""
+    return next((layer.evidence for layer in layers if not layer.fell_back), "heads")
+
+
+def explain_object(reply: Reply, row_bytes: int) -> dict[str, Any]:
+    """JSON object of ``--explain``; ``row_bytes`` as in `layer_rows`."""
     matched = reply.answer.matched
     return {
         "nodes": [
@@ -163,6 +208,8 @@ def explain_object(reply: Reply) -> dict[str, Any]:
         "matched_tokens": matched.matched_len,
         "stop": matched.stop,
         "divergence": reply.divergence._asdict(),
+        "layers": layer_rows(reply.answer.layers, row_bytes),
+        "totals": layer_totals(reply.answer.layers, row_bytes),
     }
 
 
@@ -177,12 +224,20 @@ def opened_asker(
     dtype: Dtype | None,
     device: str,
     threads: int | None,
+    host_budget_bytes: int | None = None,
 ) -> Iterator[Asker]:
     """Load the model that the store names (or ``model``) and open the store for it."""
     spec, stored_dtype = stored_model(path)
     chosen = stored_dtype if dtype is None else dtype.value
     loaded = loaded_model(ui, model or spec, dtype=chosen, device=device, threads=threads)
-    opened = opened_store(ui, path, identity=loaded.identity, disk=disk, device=str(loaded.device))
+    opened = opened_store(
+        ui,
+        path,
+        identity=loaded.identity,
+        disk=disk,
+        device=str(loaded.device),
+        host_budget_bytes=host_budget_bytes,
+    )
     with opened as store:
         yield Asker(ui, store, loaded, settings, disk, list(store.notes))
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from impress_cli import bench_importance
 from impress_cli.options import DiskSettings, IoMode, IoOption, JsonOption
 from impress_cli.ui import Ui, ui_of
 from impress_cli.units import format_bytes, format_count, format_percent, parse_size
@@ -116,3 +117,7 @@ def reader_lines(report: DiskReport) -> list[str]:
         f"it read {node} of {format_count(reader.tokens)} tokens, {format_bytes(reader.bytes)}, "
         f"with {reader.threads} threads; medians of {reader.rounds} rounds in turns",
     ]
+
+
+app.command("fidelity")(bench_importance.fidelity)
+app.command("similarity")(bench_importance.similarity)

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from impress_cli.options import Dtype
+from impress_cli.probe_options import Probe, ProbeChoice, probe_of
 from store.errors import InvalidValueError, NotAStoreError
 
 if TYPE_CHECKING:
     from pipelines.prefixes import PrefixSource
     from pipelines.recipe import Recipe
     from store.info import StoreInfo
+    from store.probes import ProbeSettings
+    from store.types import KVShape
 
 RECIPE_SUFFIXES = (".yaml", ".yml")
 
@@ -110,6 +113,40 @@ def _refuse_change(info: StoreInfo, store: Path, given: dict[str, Any]) -> None:
                 f"{option} {value} differs from the {stored} that the store at {store} was "
                 "built with; leave it out, build another --store, or start anew with --fresh"
             )
+
+
+def new_probes(choice: ProbeChoice, recipe: Recipe | None, shape: KVShape) -> ProbeSettings:
+    """Settle a new store's probe layouts: option, else the recipe's, else a sketch."""
+    from store.probes import ProbeSettings
+
+    usual = Probe(recipe.store.probe) if recipe else Probe.SKETCH
+    return replace(choice, probe=choice.probe or usual).settings(shape, ProbeSettings())
+
+
+def refuse_other_probes(choice: ProbeChoice, info: StoreInfo, store: Path) -> None:
+    """Raise InvalidValueError where an option contradicts what the store at the path keeps."""
+    if not choice.given:
+        return
+    current = _stored_probes(store)
+    heads_are_chosen = current.heads is not None or current.calibrate is not None
+    if choice.heads == "auto" and heads_are_chosen:
+        choice = replace(choice, heads=None)
+    if not choice.given or choice.settings(info.identity.shape, current) == current:
+        return
+    raise InvalidValueError(
+        f"{choice.text()} differs from what the store at {store} keeps (--probe "
+        f"{probe_of(current)}); leave it out, or change all nodes with 'impress reorder --store "
+        f"{store} {choice.text()}'"
+    )
+
+
+def _stored_probes(store: Path) -> ProbeSettings:
+    from store.index.catalog import Catalog
+    from store.info import CATALOG
+    from store.probes import META_KEY, ProbeSettings
+
+    with Catalog.open(store / CATALOG, readonly=True) as catalog:
+        return ProbeSettings.from_text(catalog.meta(META_KEY))
 
 
 def delete_store(store: Path) -> None:

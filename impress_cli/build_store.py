@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,7 +12,9 @@ from impress_cli.build_choices import (
     choose,
     delete_store,
     existing_info,
+    new_probes,
     read_inputs,
+    refuse_other_probes,
 )
 from impress_cli.options import (
     BandwidthOption,
@@ -30,24 +31,21 @@ from impress_cli.options import (
     TemplateOption,
     ThreadsOption,
 )
+from impress_cli.probe_options import (
+    Probe,
+    ProbeChoice,
+    ProbeHeadsOption,
+    SketchBitsOption,
+    probe_json,
+)
 from impress_cli.ui import Ui, ui_of
 from impress_cli.units import parse_size
-from store.errors import InvalidValueError
 
 if TYPE_CHECKING:
     from pipelines.models import LoadedModel
     from pipelines.prefixes import PrefixSource
     from store.engine import PrefixStore
-    from store.info import StoreInfo
-
-
-class Probe(StrEnum):
-    """Probe layouts that can be built."""
-
-    NONE = "none"
-    HEADS = "heads"
-    SKETCH = "sketch"
-    BOTH = "both"
+    from store.probes import ProbeSettings
 
 
 def command(
@@ -66,8 +64,17 @@ def command(
     device: DeviceOption = "auto",
     threads: ThreadsOption = None,
     probe: Annotated[
-        Probe, typer.Option("--probe", help="Probe layout to store. Only none for now.")
-    ] = Probe.NONE,
+        Probe | None,
+        typer.Option(
+            "--probe",
+            help="Probe layouts beside the KV, from which queries tell which tokens matter: a "
+            "low-bit sketch of all keys, some KV heads' keys, both or none. Default: the store's "
+            "own, for a new store sketch.",
+            show_default=False,
+        ),
+    ] = None,
+    sketch_bits: SketchBitsOption = None,
+    probe_heads: ProbeHeadsOption = None,
     chunk_tokens: Annotated[
         int | None,
         typer.Option(
@@ -123,27 +130,22 @@ def command(
     stopped.
     """
     ui = ui_of(ctx)
-    if probe is not Probe.NONE:
-        raise InvalidValueError(
-            f"--probe {probe.value} is not available yet: probe layouts come with importance; "
-            "leave it at none"
-        )
     max_bytes = None if max_size is None else parse_size(max_size, "--max-size")
     disk = DiskSettings.parse(disk_bandwidth, disk_latency, io)
     recipe, source = read_inputs(inputs, template.value, limit)
-    if recipe is not None and recipe.store.probe != "none":
-        ui.note(f"recipe {recipe.name}: probe layouts come with importance; built without")
-    if recipe is not None and recipe.query.retention != 1.0:
-        ui.note(f"recipe {recipe.name}: its retention is not used before importance is built")
     info = None if fresh else existing_info(store)
     choices = choose(info, recipe, store, model, dtype, chunk_tokens, codec)
+    probing = ProbeChoice(probe, sketch_bits, probe_heads)
+    if info is not None:
+        refuse_other_probes(probing, info, store)
     loaded = _load(ui, choices, device, threads)
+    probes = new_probes(probing, recipe, loaded.shape) if info is None else None
     if dry_run:
-        _plan(ui, store, info is not None, loaded, source, disk, max_bytes, json_output)
+        _plan(ui, store, probes, loaded, source, disk, max_bytes, json_output)
         return
     if fresh:
         delete_store(store)
-    with _store_for(ui, store, info, loaded, choices, disk) as opened:
+    with _store_for(ui, store, probes, loaded, choices, disk) as opened:
         report = _build(ui, opened, loaded, source, max_bytes)
     if json_output:
         ui.json(_json("build-store", report, loaded, disk))
@@ -160,15 +162,15 @@ def _load(ui: Ui, choices: Choices, device: str, threads: int | None) -> LoadedM
 def _store_for(
     ui: Ui,
     path: Path,
-    info: StoreInfo | None,
+    probes: ProbeSettings | None,
     loaded: LoadedModel,
     choices: Choices,
     disk: DiskSettings,
 ) -> Any:
-    """Open the store, or create it and say so."""
+    """Open the store or, with ``probes`` for it, create it and say so."""
     from impress_cli.session import created_store, opened_store
 
-    if info is not None:
+    if probes is None:
         return opened_store(
             ui, path, identity=loaded.identity, disk=disk, device=str(loaded.device)
         )
@@ -179,6 +181,7 @@ def _store_for(
         chunk_tokens=choices.chunk_tokens,
         codec=choices.codec,
         disk=disk,
+        probes=probes,
     )
 
 
@@ -196,13 +199,14 @@ def _build(
     names = ("prefixes", "prefixes_reused", "duplicates", "tokens", "computed_tokens")
     more = ("tokens_per_s", "bytes", "dropped", "failed")
     values = {name: getattr(report, name) for name in names + more}
-    return {**values, "warnings": list(report.warnings)}
+    probe = probe_json(opened.probes())
+    return {**values, "probe": probe, "warnings": list(report.warnings)}
 
 
 def _plan(
     ui: Ui,
     store: Path,
-    exists: bool,
+    probes: ProbeSettings | None,
     loaded: LoadedModel,
     source: PrefixSource,
     disk: DiskSettings,
@@ -216,10 +220,13 @@ def _plan(
     from pipelines.build import plan_build
 
     opening = (
-        opened_store(ui, store, identity=loaded.identity, disk=disk) if exists else nullcontext()
+        opened_store(ui, store, identity=loaded.identity, disk=disk)
+        if probes is None
+        else nullcontext()
     )
     with opening as opened:
-        plan = plan_build(loaded, source, opened, path=store)
+        setting = probes if opened is None else opened.probes()
+        plan = plan_build(loaded, source, opened, path=store, probes=setting)
         used = opened.used_bytes() if opened is not None else 0
     if max_bytes is not None and used + plan.bytes > max_bytes:
         text = f"{used + plan.bytes} bytes would pass --max-size {max_bytes}: some are left out"

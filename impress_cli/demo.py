@@ -1,4 +1,4 @@
-"""``impress demo``: a small store, three questions, and the time to the first token both ways."""
+"""``impress demo``: a small store, three questions, each answered three ways."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def command(
     io: IoOption = IoMode.DIRECT,
     json_output: JsonOption = False,
 ) -> None:
-    """Build a small store, ask 3 questions, compare recompute and load."""
+    """Build a small store, ask 3 questions, compare recompute, full load and impress."""
     from impress_cli.session import DEFAULT_MODEL, loaded_model
     from pipelines.demo import run_demo
     from pipelines.recipe import load_recipe
@@ -82,42 +82,59 @@ def demo_folder(model: LoadedModel) -> Path:
 
 def _show_row(ui: Ui, row: DemoRow) -> None:
     ui.line(f"? {row.question}")
-    ui.line(f"  {' '.join(row.answer.split())}")
+    ui.line(f"  {' '.join(row.loaded.text.split())}")
+    if not row.impress_same_text:
+        ui.line(f"  impress: {' '.join(row.impress.text.split())}")
     ui.line()
 
 
 def _show_table(ui: Ui, report: DemoReport) -> None:
-    from impress_cli.render import demo_table, ttft_lines
+    from impress_cli.render import demo_lines, demo_table
+    from impress_cli.ttft import ttft_lines
 
     ui.show(demo_table(report))
-    ui.line("last question, loaded:")
-    for text in ttft_lines(report.rows[-1].load_stats):
-        ui.line(f"  {text}")
+    for text in demo_lines(report):
+        ui.line(text)
+    last = report.rows[-1]
+    for name, answer in (("full load", last.loaded), ("impress", last.impress)):
+        ui.line(f"last question, {name}:")
+        for text in ttft_lines(answer.stats, layers=len(answer.layers)):
+            ui.line(f"  {text}")
     ui.line(f"try your own: impress query --store {report.store} --prefix {report.prefix_name}")
 
 
 def _json(report: DemoReport, loaded: LoadedModel, disk: DiskSettings) -> dict[str, Any]:
     from impress_cli.envelope import envelope
 
-    rows = [
-        {
-            "question": row.question,
-            "answer": row.answer,
-            "recompute_ttft_s": row.recompute_ttft_s,
-            "load_ttft_s": row.load_ttft_s,
-            "ratio": row.ratio,
-            "same_text": row.same_text,
-            "load": asdict(row.load_stats),
-        }
-        for row in report.rows
-    ]
     body = {
         "store": str(report.store),
         "prefix": {"name": report.prefix_name, "tokens": report.prefix_tokens},
-        "rows": rows,
+        "rows": [_row_json(row) for row in report.rows],
         "ratio": report.ratio,
+        "impress_ratio": report.impress_ratio,
+        "gain": report.gain,
+        "retention": report.sparse.retention,
+        "sparse": asdict(report.sparse),
         "model": loaded.spec,
         "synthetic": loaded.synthetic,
         "notes": list(report.notes),
     }
     return envelope("demo", body, device=str(loaded.device), disk=disk)
+
+
+def _row_json(row: DemoRow) -> dict[str, Any]:
+    return {
+        "question": row.question,
+        "answer": row.loaded.text,
+        "impress_answer": row.impress.text,
+        "recompute_ttft_s": row.recomputed.stats.ttft_s,
+        "load_ttft_s": row.loaded.stats.ttft_s,
+        "impress_ttft_s": row.impress.stats.ttft_s,
+        "ratio": row.ratio,
+        "impress_ratio": row.impress_ratio,
+        "gain": row.gain,
+        "same_text": row.same_text,
+        "impress_same_text": row.impress_same_text,
+        "load": asdict(row.loaded.stats),
+        "impress": asdict(row.impress.stats),
+    }

@@ -9,13 +9,13 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from impress_cli.envelope import envelope
-from impress_cli.options import require_full_retention
 from impress_cli.render import flat_table
+from impress_cli.retention import Attend, Evidence, word
 from impress_cli.ui import stdin_lines
 from impress_cli.units import parse_retention
 from store.errors import ImpressError, InvalidValueError
@@ -28,7 +28,9 @@ if TYPE_CHECKING:
 
 HELP = (
     "/prefix [ID|FILE]   ask about another prefix (without: about none)",
-    "/retention R        share of the prefix to load",
+    "/retention R        share of the prefix to select, 1.0 for all of it",
+    "/evidence NAME      auto, sketch, heads, full, static or random: what to select by",
+    "/attend NAME        loaded, or selected only",
     "/system NAME        impress, or recompute to compare",
     "/chat on|off        on: each question continues the conversation",
     "/stats              figures of the last answer and of the store",
@@ -61,6 +63,8 @@ class Session:
         self._commands: dict[str, Callable[[str], None]] = {
             "prefix": self._set_prefix,
             "retention": self._set_retention,
+            "evidence": self._set_evidence,
+            "attend": self._set_attend,
             "system": self._set_system,
             "chat": self._set_chat,
             "stats": self._show_stats,
@@ -107,7 +111,6 @@ class Session:
         if self.as_json:
             asker.ui.json(asker.reply_object(reply), indent=None)
         else:
-            asker.ui.line()
             asker.show_stats(reply)
         if self.chat is not None:
             self.chat = after_turn(asker.model, about, prompt, list(reply.answer.token_ids))
@@ -117,8 +120,16 @@ class Session:
         self.chat = None if self.chat is None else self.prefix
 
     def _set_retention(self, text: str) -> None:
-        value = require_full_retention(parse_retention(text, "/retention"), "/retention")
-        self.asker.change(retention=value)
+        self._choose(retention=parse_retention(text, "/retention"))
+
+    def _set_evidence(self, name: str) -> None:
+        self._choose(evidence=word(Evidence, name, "/evidence"))
+
+    def _set_attend(self, name: str) -> None:
+        self._choose(attend=word(Attend, name, "/attend"))
+
+    def _choose(self, **values: Any) -> None:
+        self.asker.change(choice=self.asker.settings.choice.changed(**values))
 
     def _set_system(self, name: str) -> None:
         if name not in SYSTEMS:

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from impress_cli.units import parse_duration, parse_rate
-from store.errors import InvalidValueError
 
 if TYPE_CHECKING:
     from store.disk.io import IOOptions
@@ -99,6 +98,15 @@ LatencyOption = Annotated[
         show_default=False,
     ),
 ]
+HostBudgetOption = Annotated[
+    str | None,
+    typer.Option(
+        "--host-budget",
+        metavar="SIZE",
+        help="Most memory for sketches that stay loaded between questions. Default: 1GiB.",
+        show_default=False,
+    ),
+]
 IoOption = Annotated[
     IoMode,
     typer.Option("--io", help="direct: past the page cache where possible; buffered: through it."),
@@ -136,13 +144,3 @@ class DiskSettings:
             bandwidth_bytes_s=self.bandwidth_bytes_s,
             latency_s=self.latency_s,
         )
-
-
-def require_full_retention(retention: float, option: str) -> float:
-    """Accept only 1.0, as long as the store can't tell which tokens matter."""
-    if retention != 1.0:
-        raise InvalidValueError(
-            f"{option} {retention:g} is not available yet: stores hold no importance to choose "
-            "tokens by; leave it at 1.0, which loads everything and is exact"
-        )
-    return retention

@@ -12,6 +12,7 @@ from impress_cli.options import (
     DeviceOption,
     DiskSettings,
     DtypeOption,
+    HostBudgetOption,
     IoMode,
     IoOption,
     JsonOption,
@@ -21,10 +22,19 @@ from impress_cli.options import (
     Template,
     TemplateOption,
     ThreadsOption,
-    require_full_retention,
+)
+from impress_cli.retention import (
+    AlphaOption,
+    AttendOption,
+    Choice,
+    EvidenceOption,
+    FallbackOption,
+    RetentionOption,
+    SetsOption,
+    ThresholdOption,
 )
 from impress_cli.ui import ui_of
-from impress_cli.units import parse_retention
+from impress_cli.units import parse_retention, parse_size
 from store.errors import InvalidValueError, PromptError
 
 
@@ -68,12 +78,13 @@ def command(
             show_default=False,
         ),
     ] = None,
-    retention: Annotated[
-        str,
-        typer.Option(
-            "--retention", metavar="R", help="Share of the prefix to load. Only 1.0 for now."
-        ),
-    ] = "1.0",
+    retention: RetentionOption = None,
+    evidence: EvidenceOption = None,
+    attend: AttendOption = None,
+    sets: SetsOption = None,
+    alpha: AlphaOption = None,
+    threshold: ThresholdOption = None,
+    fallback: FallbackOption = None,
     plan: Annotated[
         Plan, typer.Option("--plan", help="auto: load whatever of the prefix is stored.")
     ] = Plan.AUTO,
@@ -91,13 +102,17 @@ def command(
     explain: Annotated[
         bool,
         typer.Option(
-            "--explain", help="Also show what matched and where it ended.", show_default=False
+            "--explain",
+            help="Also show what matched and where it ended and, below retention 1.0, what each "
+            "layer chose and read.",
+            show_default=False,
         ),
     ] = False,
     model: ModelOption = None,
     dtype: DtypeOption = None,
     device: DeviceOption = "auto",
     threads: ThreadsOption = None,
+    host_budget: HostBudgetOption = None,
     disk_bandwidth: BandwidthOption = None,
     disk_latency: LatencyOption = None,
     io: IoOption = IoMode.DIRECT,
@@ -109,13 +124,22 @@ def command(
     """
     from impress_cli.asking import Settings, opened_asker
 
-    kept = require_full_retention(parse_retention(retention, "--retention"), "--retention")
+    choice = Choice(
+        retention=None if retention is None else parse_retention(retention, "--retention"),
+        evidence=evidence,
+        attend=attend,
+        sets=sets,
+        alpha=alpha,
+        threshold=threshold,
+        fallback=fallback,
+    )
+    budget = None if host_budget is None else parse_size(host_budget, "--host-budget")
     disk = DiskSettings.parse(disk_bandwidth, disk_latency, io)
     _check_mode(prompt, prompts, json_output)
     settings = Settings(
         prefix=prefix,
         template=template.value,
-        retention=kept,
+        choice=choice,
         plan=plan.value,
         insert=insert.value,
         max_new_tokens=max_new_tokens,
@@ -130,6 +154,7 @@ def command(
         dtype=dtype,
         device=device,
         threads=threads,
+        host_budget_bytes=budget,
     ) as asker:
         if prompts is not None:
             from impress_cli.batch import run_batch

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 from impress_cli.units import (
     format_bytes,
     format_count,
-    format_ms,
     format_percent,
     format_seconds,
 )
@@ -18,78 +17,25 @@ if TYPE_CHECKING:
     from rich.table import Table
     from rich.tree import Tree
 
-    from pipelines.ask import Divergence
     from pipelines.bench_disk import DiskReport
     from pipelines.demo import DemoReport
-    from pipelines.generate import Answer
     from store.index.catalog import NodeRow
-    from store.stats import QueryStats
 
-STAGES = ("match", "probe", "identify", "load", "compute", "other")
-TIERS = ("disk", "host", "device")
+#: Three questions on a busy machine tell no smaller difference than this from none.
+_NOISE = 0.05
 
 
-def ttft_lines(
-    stats: QueryStats, *, recompute_s: float | None = None, full_load_s: float | None = None
-) -> list[str]:
-    """Two lines after an answer: where the time to the first token went, and what was reused.
+def table_of(*columns: str, title: str | None = None, dense: bool = False) -> Table:
+    """Table whose headers starting with ``>`` are right-aligned columns.
 
-    Stages that took no time are left out. ``recompute_s`` and ``full_load_s`` are estimates of
-    the other ways to answer, shown where known.
+    ``dense`` leaves less room between columns, for tables with many of them.
     """
-    return [_time_line(stats, recompute_s, full_load_s), _reuse_line(stats)]
-
-
-def _time_line(stats: QueryStats, recompute_s: float | None, full_load_s: float | None) -> str:
-    in_ms = stats.ttft_s < 0.9995
-    show = format_ms if in_ms else "{:.2f}".format
-    stages = [(name, show(stats.stages_s.get(name, 0.0))) for name in STAGES]
-    terms = " + ".join(f"{name} {text}" for name, text in stages if text not in ("0", "0.00"))
-    total = f"{format_ms(stats.ttft_s)} ms" if in_ms else f"{stats.ttft_s:.2f} s"
-    others = [
-        f"{name} {format_seconds(value)}"
-        for name, value in (("recompute would take", recompute_s), ("full load", full_load_s))
-        if value is not None
-    ]
-    hidden = f", I/O behind compute {format_seconds(stats.hidden_io_s)}"
-    return (
-        f"TTFT {total}"
-        + (f"  = {terms}" if terms else "")
-        + (hidden if stats.hidden_io_s >= 0.0001 else "")
-        + (f"   ({', '.join(others)})" if others else "")
-    )
-
-
-def _reuse_line(stats: QueryStats) -> str:
-    reused = f"{format_count(stats.reused_tokens)} of {format_count(stats.prompt_tokens)} tokens"
-    parts = [f"prefix {reused} reused"]
-    if stats.reused_tokens:
-        parts.append(
-            f"kept {format_percent(stats.retention)} asked, "
-            f"{format_percent(stats.loaded_ratio)} loaded"
-        )
-        parts.append(_read_text(stats.bytes))
-    else:
-        parts.append("everything recomputed")
-    if stats.fallback_layers:
-        parts.append(f"{stats.fallback_layers} layers fell back")
-    if stats.recovered_chunks:
-        parts.append(f"{stats.recovered_chunks} chunks could not be used and were recomputed")
-    return " · ".join(parts)
-
-
-def _read_text(moved: Mapping[str, float]) -> str:
-    split = ", ".join(f"{tier} {format_bytes(moved[tier])}" for tier in TIERS if moved.get(tier))
-    total = format_bytes(sum(moved.get(tier, 0) for tier in TIERS))
-    return f"{total} read" + (f" ({split})" if split else "")
-
-
-def _table(*columns: str, title: str | None = None) -> Table:
-    """Table whose headers starting with ``>`` are right-aligned columns."""
     from rich import box
     from rich.table import Table
 
     table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left", pad_edge=False)
+    if dense:
+        table.padding = (0, 1, 0, 0)
     for name in columns:
         right = name.startswith(">")
         table.add_column(name.lstrip(">"), justify="right" if right else "left", overflow="fold")
@@ -103,7 +49,7 @@ def format_date(seconds: float) -> str:
 
 def prefix_table(prefixes: Iterable[Mapping[str, Any]], total_bytes: int) -> Table:
     """Table of ``impress ls``."""
-    table = _table("prefix", "name", ">tokens", ">bytes", "created")
+    table = table_of("prefix", "name", ">tokens", ">bytes", "created")
     count = 0
     for prefix in prefixes:
         count += 1
@@ -124,7 +70,7 @@ def prefix_table(prefixes: Iterable[Mapping[str, Any]], total_bytes: int) -> Tab
 
 def model_table(entries: Iterable[Mapping[str, Any]]) -> Table:
     """Table of ``impress models``."""
-    table = _table("model", "kind", "here", "detail")
+    table = table_of("model", "kind", "here", "detail")
     for entry in entries:
         here = "yes" if entry["available"] else "no"
         table.add_row(entry["name"], entry["kind"], here, entry["detail"])
@@ -133,7 +79,7 @@ def model_table(entries: Iterable[Mapping[str, Any]]) -> Table:
 
 def flat_table(values: Mapping[str, Any]) -> Table:
     """Two columns, nested keys joined by dots; sizes, times and ratios in readable units."""
-    table = _table("what", ">value")
+    table = table_of("what", ">value")
     for key, value in _flatten(values):
         table.add_row(key, _humanise(key, value))
     return table
@@ -204,45 +150,6 @@ def verify_lines(report: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-_STOPS = {
-    "complete": "all of it is stored",
-    "diverged": "other tokens are stored there",
-    "end_of_tree": "nothing is stored beyond",
-    "quarantined": "what follows is damaged and waits for repair",
-    "unreadable": "what follows could not be read",
-}
-
-
-def explain_lines(answer: Answer, parting: Divergence, prefix_tokens: int) -> list[str]:
-    """Lines of ``--explain``: matched nodes, and where and why the match ended."""
-    matched = answer.matched
-    lines = [
-        f"matched node {part.node.node_id}: {format_count(part.used)} of "
-        f"{format_count(part.node.length)} tokens, from token {format_count(part.node.start)}"
-        for part in matched.nodes
-    ] or ["matched no stored node"]
-    if prefix_tokens and matched.matched_len >= prefix_tokens:
-        lines.append(f"the whole prefix matched ({format_count(prefix_tokens)} tokens)")
-    else:
-        # After a failed load the match was cut on purpose, before what could not be read.
-        cut = matched.stop == "complete" and answer.stats.recovered_chunks > 0
-        why = _STOPS["unreadable"] if cut else _STOPS.get(matched.stop, matched.stop)
-        lines.append(f"the match ended after {format_count(matched.matched_len)} tokens: {why}")
-        lines.extend([] if cut else _parting_lines(parting))
-    lines.extend(f"missed: {reason}" for reason in answer.stats.miss_reasons)
-    return lines
-
-
-def _parting_lines(parting: Divergence) -> list[str]:
-    if parting.given is None:
-        return []
-    stored = "" if parting.stored is None else f", stored there is {parting.stored!r}"
-    return [
-        f"first token that parts: number {format_count(parting.position)}, "
-        f"{parting.given!r} in the prefix{stored}"
-    ]
-
-
 def build_lines(report: Mapping[str, Any], store: str) -> list[str]:
     """Lines at the end of ``impress build-store``."""
     gone = sum(report[name] for name in ("prefixes_reused", "duplicates", "dropped", "failed"))
@@ -266,28 +173,63 @@ def build_lines(report: Mapping[str, Any], store: str) -> list[str]:
 
 
 def demo_table(report: DemoReport) -> Table:
-    """Table of ``impress demo``: time to first token both ways, and whether the words agree."""
-    table = _table("question", ">recompute", ">full load", ">ratio", "same words")
+    """Table of ``impress demo``: time to first token three ways, and whether the words agree."""
+    kept = format_percent(report.sparse.retention)
+    table = table_of(
+        "question", ">recompute", ">full load", f">impress at {kept}", ">loaded", "same words"
+    )
     for row in report.rows:
         table.add_row(
             row.question,
-            format_seconds(row.recompute_ttft_s),
-            format_seconds(row.load_ttft_s),
-            f"{row.ratio:.1f}×",
-            "yes" if row.same_text else "no",
+            format_seconds(row.recomputed.stats.ttft_s),
+            f"{format_seconds(row.loaded.stats.ttft_s)} ({row.ratio:.1f}×)",
+            f"{format_seconds(row.impress.stats.ttft_s)} ({row.impress_ratio:.1f}×)",
+            format_percent(row.impress.stats.loaded_ratio),
+            _same_words(row.same_text, row.impress_same_text),
         )
     table.caption = (
-        f"time to first token after a prefix of {format_count(report.prefix_tokens)} tokens; "
-        f"loading is {report.ratio:.1f}× faster (median)"
+        f"time to first token after a prefix of {format_count(report.prefix_tokens)} tokens, and "
+        "how many times faster than recomputing; loaded: share of the prefix that impress read"
     )
     table.caption_justify = "left"
     return table
 
 
+def _same_words(load: bool, impress: bool) -> str:
+    """Which of the two said what recomputing said."""
+    if load and impress:
+        return "yes"
+    return "full load only" if load else "impress only" if impress else "no"
+
+
+def demo_lines(report: DemoReport) -> list[str]:
+    """Sum of ``impress demo`` in words; a gain too small to tell from noise is not called one."""
+    gain = report.gain
+    if gain >= 1 + _NOISE:
+        against = f"{gain:.1f}× faster than the full load"
+    elif gain > 1 - _NOISE:
+        against = "as fast as the full load: here, reading less saves no time"
+    else:
+        against = (
+            f"slower than the full load ({gain:.2f}×): here, choosing costs more than it saves"
+        )
+    lines = [
+        f"medians: full load {report.ratio:.1f}× faster than recomputing, impress "
+        f"{report.impress_ratio:.1f}×; impress was {against}"
+    ]
+    other = sum(not row.impress_same_text for row in report.rows)
+    if other:
+        lines.append(
+            f"{other} of {len(report.rows)} answers of impress have other words: below retention "
+            "1.0 an answer is close to the exact one, not equal"
+        )
+    return lines
+
+
 def disk_table(report: DiskReport) -> Table:
     """Table of ``impress bench disk``: one line per kind and request size, depths side by side."""
     depths = sorted({row.depth for row in report.rows})
-    table = _table("reads", ">request", *(f">{depth} in flight" for depth in depths))
+    table = table_of("reads", ">request", *(f">{depth} in flight" for depth in depths))
     cells: dict[tuple[str, int], list[str]] = {}
     for row in sorted(report.rows, key=lambda row: row.depth):
         line = cells.setdefault((row.kind, row.request_bytes), [])

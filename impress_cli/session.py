@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from pipelines.models import LoadedModel
     from store.engine import PrefixStore
     from store.identity import ModelIdentity
+    from store.probes import ProbeSettings
 
 DEFAULT_MODEL = "smollm2-135m"
 
@@ -29,12 +30,17 @@ def opened_store(
     identity: ModelIdentity | None = None,
     disk: DiskSettings | None = None,
     device: str = "cpu",
+    host_budget_bytes: int | None = None,
 ) -> Iterator[PrefixStore]:
-    """Open the store at ``path``, say what it has to say once, and close it afterwards."""
+    """Open the store at ``path``, say what it has to say once, and close it afterwards.
+
+    ``host_budget_bytes`` None leaves the engine's own.
+    """
     from store.engine import PrefixStore
 
     options = (disk or DiskSettings()).io_options()
-    with PrefixStore.open(path, identity=identity, io=options, device=device) as store:
+    budget = {} if host_budget_bytes is None else {"host_budget_bytes": host_budget_bytes}
+    with PrefixStore.open(path, identity=identity, io=options, device=device, **budget) as store:
         announce(ui, store)
         yield store
 
@@ -66,7 +72,14 @@ def loaded_model(ui: Ui, spec: str, *, dtype: str, device: str, threads: int | N
 
 @contextmanager
 def created_store(
-    ui: Ui, path: Path, model: LoadedModel, *, chunk_tokens: int, codec: str, disk: DiskSettings
+    ui: Ui,
+    path: Path,
+    model: LoadedModel,
+    *,
+    chunk_tokens: int,
+    codec: str,
+    disk: DiskSettings,
+    probes: ProbeSettings | None = None,
 ) -> Iterator[PrefixStore]:
     """Create a store for ``model`` at ``path``, say so, and close it afterwards."""
     from store.engine import PrefixStore
@@ -77,6 +90,7 @@ def created_store(
         model_spec=model.spec,
         chunk_tokens=chunk_tokens,
         codec=codec,
+        probes=probes,
         io=disk.io_options(),
         device=str(model.device),
     ) as store:

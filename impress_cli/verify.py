@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -18,6 +18,7 @@ from impress_cli.ui import Ui, ui_of
 
 if TYPE_CHECKING:
     from pipelines.mend import MendReport
+    from pipelines.probes import ProbeReport
     from store.disk.verify import BadChunk
 
 
@@ -27,7 +28,10 @@ def command(
     repair: Annotated[
         bool,
         typer.Option(
-            "--repair", help="Recompute what is damaged with the store's model.", show_default=False
+            "--repair",
+            help="Recompute damaged KV with the store's model; write damaged or missing probe "
+            "layouts again.",
+            show_default=False,
         ),
     ] = False,
     device: DeviceOption = "auto",
@@ -42,30 +46,53 @@ def command(
     from impress_cli.render import verify_lines
     from impress_cli.session import opened_store
     from pipelines.progress import ProgressEvent
+    from store.disk.verify import kv_damage
 
     ui = ui_of(ctx)
     with opened_store(ui, store) as opened, ui.progress() as progress:
         report = opened.verify(
             lambda done, total: progress(ProgressEvent("verify", done, total, "nodes"))
         )
-        released = opened.release({place.node for place in report.bad}) if repair else 0
+        kv_bad = kv_damage(report.bad)
+        released = opened.release({place.node for place in kv_bad}) if repair else 0
     bad = [dict(zip(place._fields, place, strict=True)) for place in report.bad]
     body = {"nodes": report.nodes, "chunks": report.chunks, "bytes": report.bytes, "bad": bad}
     failed = bool(bad)
     if repair:
         body["released"] = released
-    if repair and bad:
-        mended = _mend(ui, store, report.bad, device, threads)
-        body["repaired"] = mended.nodes
-        body["not_repaired"] = [{"node": n, "reason": why} for n, why in mended.failed]
-        failed = bool(mended.failed)
+        failed = _repair(ui, store, report.bad, device, threads, body)
     if json_output:
         ui.json(envelope("verify", body))
     else:
         for text in verify_lines(body):
             ui.line(text)
+        if body.get("probes_added"):
+            ui.line(f"{body['probes_added']} probe layouts written again")
     if failed:
         raise typer.Exit(1)
+
+
+def _repair(
+    ui: Ui,
+    store: Path,
+    bad: Sequence[BadChunk],
+    device: str,
+    threads: int | None,
+    body: dict[str, Any],
+) -> bool:
+    """Repair what a scrub found, write it down in ``body``; True where something is left."""
+    from store.disk.verify import kv_damage
+
+    damaged = kv_damage(bad)
+    left = dict(_mend(ui, store, damaged, device, threads).failed) if damaged else {}
+    probes = _mend_probes(ui, store, bad)
+    body["probes_added"] = probes.added
+    if bad:
+        nodes = dict.fromkeys(place.node for place in bad)
+        left |= {node: why for node, why in probes.failures.items() if node not in left}
+        body["repaired"] = [node for node in nodes if node not in left]
+        body["not_repaired"] = [{"node": node, "reason": why} for node, why in left.items()]
+    return bool(bad and left)
 
 
 def _mend(
@@ -79,3 +106,11 @@ def _mend(
     opening = opened_store(ui, store, identity=model.identity, device=str(model.device))
     with opening as opened, ui.progress() as progress:
         return mend(opened, model, bad, progress)
+
+
+def _mend_probes(ui: Ui, store: Path, bad: Sequence[BadChunk]) -> ProbeReport:
+    from impress_cli.session import opened_store
+    from pipelines.mend import mend_probes
+
+    with opened_store(ui, store) as opened, ui.progress() as progress:
+        return mend_probes(opened, bad, progress)

@@ -148,7 +148,8 @@ def after_turn(model: LoadedModel, prefix: Prefix, prompt: str, token_ids: list[
     if framing != "none" and has_chat_template(tokenizer):
         framing = "chat"
         parts.append(encode_text(tokenizer, assistant_close(tokenizer), special=False))
-    return Prefix(np.concatenate(parts), prefix.name, framing, "chat", prefix.prefix_id)
+    ids = np.concatenate(parts)
+    return Prefix(ids, prefix.name, framing, "chat", prefix.prefix_id, prefix.source)
 
 
 def assistant_close(tokenizer: TokenizerLike) -> str:

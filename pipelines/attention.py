@@ -60,7 +60,7 @@ def use_attention(model: PreTrainedModel, implementation: str = ATTENTION) -> No
 
 @torch.inference_mode()
 def forward(
-    model: PreTrainedModel, run: QueryRun, ids: np.ndarray, *, logits: bool
+    model: PreTrainedModel, run: QueryRun, ids: np.ndarray, *, logits: int
 ) -> torch.Tensor | None:
     """Run tokens through the model, after those the run has.
 
@@ -69,11 +69,11 @@ def forward(
     ids
         uint32 [m], m ≥ 1.
     logits
-        Whether the last position's logits are wanted; no other position's are ever computed.
+        Of how many of the last positions logits are wanted; no other position's are computed.
 
     Returns
     -------
-    float [vocab], or None.
+    float [logits, vocab], or None for 0.
 
     Raises
     ------
@@ -86,7 +86,7 @@ def forward(
     positions = torch.arange(run.position, run.position + len(ids), device=device)
     # Without logits the head is left out altogether.
     target: Callable[..., Any] = model if logits else model.base_model
-    extra = {"logits_to_keep": 1} if logits else {}
+    extra = {"logits_to_keep": logits} if logits else {}
     out = target(
         input_ids=tokens[None],
         position_ids=positions[None],
@@ -95,7 +95,7 @@ def forward(
         **extra,
     )
     run.advance(len(ids))
-    return out.logits[0, -1] if logits else None
+    return out.logits[0] if logits else None
 
 
 def prefill(
@@ -103,17 +103,20 @@ def prefill(
     run: QueryRun,
     ids: np.ndarray,
     *,
-    logits: bool,
+    logits: int,
     on_segment: Callable[[int], None] | None = None,
 ) -> torch.Tensor | None:
-    """`forward` in segments; ``on_segment`` gets the tokens of each when it is done."""
+    """`forward` in segments; ``on_segment`` gets the tokens of each when it is done.
+
+    ``logits`` counts positions of the last segment; more than it has are not available.
+    """
     out, done = None, 0
     while done < len(ids):
         unmasked = run.position == 0 or can_split(model.device)
         size = long_segment_tokens(model) if unmasked else SEGMENT_TOKENS
         part = ids[done : done + size]
         done += len(part)
-        out = forward(model, run, part, logits=logits and done == len(ids))
+        out = forward(model, run, part, logits=logits if done == len(ids) else 0)
         if on_segment is not None:
             on_segment(len(part))
     return out

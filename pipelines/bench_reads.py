@@ -22,6 +22,7 @@ from store.disk import layout as disk_layout
 from store.disk.io import MAX_BLOCK, Arena, IOOptions, pread_full
 from store.disk.layout import KV_ARRAYS, NodeLayout
 from store.disk.reader import REQUEST_BYTES, ChunkReader, NodeFiles, ShardRead
+from store.disk.runs import one_run
 from store.disk.writer import write_generation
 from store.types import KVShape
 
@@ -192,7 +193,7 @@ class NodeReads:
         files = self.files
         chunks, valid = files.layout.num_chunks, files.layout.tokens * files.layout.shape.row_bytes
         reads = [
-            ShardRead(files, array, layer, 0, chunks, self.place(shard), valid)
+            ShardRead(files, array, layer, one_run(0, chunks), self.place(shard), valid)
             for shard, (array, layer) in enumerate(self._shards)
         ]
 

@@ -18,10 +18,13 @@ import torch
 
 from pipelines.attention import prefill
 from pipelines.models import LoadedModel
+from pipelines.probes import finish_probes
 from pipelines.progress import Progress, ProgressEvent, silent
 from pipelines.sources.base import PrefixItem, PrefixSource
+from store.buffers import RunBuffers, arena_bytes
 from store.disk.io import Arena, IOOptions
 from store.disk.reader import ChunkReader
+from store.disk.sidecar_layout import SidecarLayout
 from store.engine import PrefixStore
 from store.errors import (
     ChunkLoadError,
@@ -31,8 +34,10 @@ from store.errors import (
     StoreLockedError,
     StoreWriteError,
 )
+from store.fetch import FullFetch
 from store.index.ids import ids_digest
-from store.query_run import QueryRun, arena_bytes
+from store.probes import ProbeSettings
+from store.query_run import QueryRun
 
 #: Most that one more prefix adds to the catalog and its journal.
 _CATALOG_BYTES = 128 << 10
@@ -97,7 +102,13 @@ def build_store(
         What was published before stays.
     """
     with store.writing():
-        return _Builder(store, model, source, max_size_bytes, progress or silent, limit).run()
+        tell = progress or silent
+        report = _Builder(store, model, source, max_size_bytes, tell, limit).run()
+        probes = finish_probes(store, model, tell)
+        if probes is not None:
+            report.bytes += probes.bytes_written
+            report.warnings += probes.warnings
+        return report
 
 
 class _Builder:
@@ -209,7 +220,7 @@ class _Builder:
             self.model.model,
             run,
             rest,
-            logits=False,
+            logits=0,
             on_segment=lambda tokens: self._tell(tokens, item.name),
         )
         self.report.compute_s += time.perf_counter() - began
@@ -246,11 +257,13 @@ def plan_build(
     store: PrefixStore | None,
     *,
     path: Path,
+    probes: ProbeSettings | None = None,
     limit: int | None = None,
 ) -> BuildPlan:
     """Say what `build_store` would do, writing nothing.
 
-    ``path`` is where the store is or would be; the time is estimated from a short prefill.
+    ``path`` is where the store is or would be, ``probes`` what its nodes get beside their KV; the
+    time is estimated from a short prefill.
     """
     items = list(_limited(source, model, limit))
     matched = [store.match(item.ids).matched_len if store else 0 for item in items]
@@ -259,11 +272,17 @@ def plan_build(
         prefixes=len(items),
         tokens=sum(len(item.ids) for item in items),
         computed_tokens=fresh,
-        bytes=fresh * model.shape.token_bytes,
+        bytes=fresh * model.shape.token_bytes + _probe_bytes(model, fresh, probes),
         seconds=fresh / prefill_rate(model) if fresh else 0.0,
         free_bytes=shutil.disk_usage(_existing(path)).free,
         warnings=list(source.warnings),
     )
+
+
+def _probe_bytes(model: LoadedModel, tokens: int, probes: ProbeSettings | None) -> int:
+    """Bytes of the sidecars of ``tokens`` tokens, taken as one node."""
+    specs = probes.specs.values() if probes is not None and tokens else ()
+    return sum(SidecarLayout.of(model.shape, tokens, spec).data_bytes for spec in specs)
 
 
 def _existing(path: Path) -> Path:
@@ -298,7 +317,8 @@ def prefill_rate(model: LoadedModel, tokens: int = 256) -> float:
     arena = Arena(arena_bytes(shape, tokens))
     ids = np.zeros(tokens, dtype=np.uint32)
     device = torch.device(model.device)
-    with QueryRun(shape, [], reader, arena, tokens, device, lambda _: None) as run:
+    buffers = RunBuffers(shape, arena, tokens, device)
+    with QueryRun(buffers, FullFetch([], reader, buffers), lambda *_: None) as run:
         began = time.perf_counter()
-        prefill(model.model, run, ids, logits=False)
+        prefill(model.model, run, ids, logits=0)
         return tokens / (time.perf_counter() - began)

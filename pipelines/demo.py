@@ -1,7 +1,8 @@
-"""The demonstration: build the ``demo`` recipe's store, ask its questions both ways, compare.
+"""The demonstration: build the ``demo`` recipe's store, ask its questions three ways, compare.
 
-Each question is answered once by recomputing the prefix and once by loading it, one after the
-other and in alternating order, so that drift of the machine hits both ways alike.
+Each question is answered by recomputing the prefix, by loading all of it, and by loading what
+matters (``impress``, at the recipe's retention), one after the other. Who comes first rotates, so
+that drift of the machine hits all ways alike.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,45 +18,70 @@ from pipelines.ask import Prefix, ask
 from pipelines.build import BuildReport, build_store
 from pipelines.generate import QueryOptions
 from pipelines.prefixes import source_from_recipe
+from pipelines.probes import first_heads, match_probes
 from pipelines.progress import Progress, ProgressEvent, silent
 from pipelines.recipe import Recipe, load_recipe, shipped_folder
 from store.disk.io import IOOptions
 from store.engine import PrefixStore
 from store.errors import SourceError
+from store.itf.options import SparseOptions
 
 if TYPE_CHECKING:
+    from pipelines.generate import Answer
     from pipelines.models import LoadedModel
     from pipelines.prefixes import PrefixItem
-    from store.stats import QueryStats
 
 RECIPE = "demo"
+WAYS = ("recompute", "load", "impress")
 
 
 @dataclass(frozen=True, slots=True)
 class DemoRow:
-    """One question: its answer from loaded KV, and the time to the first token both ways."""
+    """One question, answered three ways."""
 
     question: str
-    answer: str
-    recompute_ttft_s: float
-    load_ttft_s: float
-    same_text: bool
-    load_stats: QueryStats
+    recomputed: Answer
+    loaded: Answer
+    impress: Answer
+
+    @property
+    def same_text(self) -> bool:
+        """Whether a full load says what recomputing says."""
+        return self.loaded.text == self.recomputed.text
+
+    @property
+    def impress_same_text(self) -> bool:
+        """Whether impress says what recomputing says."""
+        return self.impress.text == self.recomputed.text
 
     @property
     def ratio(self) -> float:
-        """How many times faster loading was."""
-        return self.recompute_ttft_s / self.load_ttft_s
+        """How many times faster than recomputing a full load was."""
+        return self.recomputed.stats.ttft_s / self.loaded.stats.ttft_s
+
+    @property
+    def impress_ratio(self) -> float:
+        """How many times faster than recomputing impress was."""
+        return self.recomputed.stats.ttft_s / self.impress.stats.ttft_s
+
+    @property
+    def gain(self) -> float:
+        """How many times faster than a full load impress was; below 1 it was slower."""
+        return self.loaded.stats.ttft_s / self.impress.stats.ttft_s
 
 
 @dataclass(frozen=True, slots=True)
 class DemoReport:
-    """What the demonstration measured; ``build`` counts what was stored or found."""
+    """What the demonstration measured; ``build`` counts what was stored or found.
+
+    ``sparse`` is what the third way loads.
+    """
 
     store: Path
     prefix_name: str
     prefix_tokens: int
     build: BuildReport
+    sparse: SparseOptions
     rows: tuple[DemoRow, ...]
     notes: tuple[str, ...]
 
@@ -63,6 +89,16 @@ class DemoReport:
     def ratio(self) -> float:
         """Median of the rows' ratios."""
         return statistics.median(row.ratio for row in self.rows)
+
+    @property
+    def impress_ratio(self) -> float:
+        """Median of the rows' ratios of impress."""
+        return statistics.median(row.impress_ratio for row in self.rows)
+
+    @property
+    def gain(self) -> float:
+        """Median of the rows' gains."""
+        return statistics.median(row.gain for row in self.rows)
 
 
 def run_demo(
@@ -93,22 +129,24 @@ def run_demo(
     chosen = recipe or load_recipe(RECIPE)
     source = source_from_recipe(chosen, shipped_folder())
     with _opened(store_path, model, chosen, io or IOOptions()) as store:
+        _add_probes(store, chosen, progress)
         build = build_store(store, model, source, progress=progress)
         item = _first_with_questions(source.items(model.tokenizer, model.prefix_limit), chosen)
         prefix = Prefix(item.ids, item.name, item.source["template"], "stored")
         questions = list(item.source["queries"])
         ask(store, model, Prefix(item.ids[:0]), "warm up", QueryOptions(max_new_tokens=1))
         rows: list[DemoRow] = []
-        longest = chosen.query.max_new_tokens
+        options = _options(chosen)
         for number, question in enumerate(questions):
             progress(ProgressEvent("questions", number, len(questions), "", question))
-            row = _compare(store, model, prefix, question, number % 2 == 0, longest)
+            row = _compare(store, model, prefix, question, number, options)
             rows.append(row)
             if on_row is not None:
                 on_row(row)
         progress(ProgressEvent("questions", len(questions), len(questions), ""))
         notes = tuple(store.notes)
-    return DemoReport(store_path, item.name, len(item.ids), build, tuple(rows), notes)
+    sparse = options["impress"].sparse
+    return DemoReport(store_path, item.name, len(item.ids), build, sparse, tuple(rows), notes)
 
 
 def _opened(
@@ -134,25 +172,45 @@ def _first_with_questions(items: Iterable[PrefixItem], recipe: Recipe) -> Prefix
     raise SourceError(f"recipe {recipe.name!r} has no prefix with queries; add some under it")
 
 
+def _add_probes(store: PrefixStore, recipe: Recipe, progress: Progress) -> None:
+    """Give the store the probe layouts that the recipe asks for; one built before has none.
+
+    What it has beside them stays.
+    """
+    have = store.probes()
+    wanted = replace(
+        have,
+        sketch_bits=have.sketch_bits or (2 if recipe.store.probe in ("sketch", "both") else None),
+        heads=have.heads
+        or (first_heads(store.shape) if recipe.store.probe in ("heads", "both") else None),
+    )
+    if wanted != have:
+        store.set_probes(wanted)
+    match_probes(store, progress, drop=False)
+
+
+def _options(recipe: Recipe) -> dict[str, QueryOptions]:
+    """Options of each way to answer."""
+    load = QueryOptions(
+        max_new_tokens=recipe.query.max_new_tokens, plan="force-load", insert="never"
+    )
+    return {
+        "recompute": replace(load, plan="force-recompute"),
+        "load": load,
+        "impress": replace(load, sparse=recipe.query.sparse()),
+    }
+
+
 def _compare(
     store: PrefixStore,
     model: LoadedModel,
     prefix: Prefix,
     question: str,
-    load_first: bool,
-    max_new_tokens: int,
+    number: int,
+    options: dict[str, QueryOptions],
 ) -> DemoRow:
-    plans = ("force-load", "force-recompute")
-    answers = {}
-    for plan in plans if load_first else plans[::-1]:
-        options = QueryOptions(max_new_tokens=max_new_tokens, plan=plan, insert="never")
-        answers[plan] = ask(store, model, prefix, question, options)
-    loaded, recomputed = answers["force-load"], answers["force-recompute"]
-    return DemoRow(
-        question,
-        loaded.text,
-        recomputed.stats.ttft_s,
-        loaded.stats.ttft_s,
-        loaded.text == recomputed.text,
-        loaded.stats,
-    )
+    """Answer one question all ways; question ``number`` begins with another way than the last."""
+    first = number % len(WAYS)
+    order = WAYS[first:] + WAYS[:first]
+    given = {way: ask(store, model, prefix, question, options[way]) for way in order}
+    return DemoRow(question, given["recompute"], given["load"], given["impress"])

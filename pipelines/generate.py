@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -17,11 +17,13 @@ import torch
 
 from pipelines.attention import forward, prefill
 from pipelines.models import LoadedModel
+from pipelines.query_stats import Attempts, miss_reasons, query_stats
 from store.engine import PrefixStore
-from store.errors import ChunkLoadError, InvalidValueError, PromptError, StoreError
+from store.errors import PROBE_PREFIX, ChunkLoadError, InvalidValueError, PromptError, StoreError
 from store.index.radix import PrefixMatch
+from store.itf.options import SparseOptions
 from store.query_run import QueryRun
-from store.stats import QueryStats
+from store.stats import LayerReport, QueryStats
 
 log = logging.getLogger(__name__)
 
@@ -31,26 +33,21 @@ INSERTS = ("exact", "never")
 
 @dataclass(frozen=True, slots=True)
 class QueryOptions:
-    """How a prompt is answered; raises `InvalidValueError` for a value that is not allowed."""
+    """How a prompt is answered; raises `InvalidValueError` for a value that is not allowed.
+
+    ``record`` says whether what a sparse query selects counts in the access statistics.
+    """
 
     max_new_tokens: int = 64
-    retention: float = 1.0
     plan: str = "auto"
     insert: str = "exact"
+    sparse: SparseOptions = field(default_factory=SparseOptions)
+    record: bool = True
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
             raise InvalidValueError(
                 f"max-new-tokens {self.max_new_tokens} is not allowed; use 1 or more"
-            )
-        if not 0.0 < self.retention <= 1.0:
-            raise InvalidValueError(
-                f"retention {self.retention:g} is out of range; use a fraction above 0, up to 1.0"
-            )
-        if self.retention != 1.0:
-            raise InvalidValueError(
-                f"retention {self.retention:g} is not available yet; only 1.0 (load everything) "
-                "is, until importance is built"
             )
         for name, value, allowed in (
             ("plan", self.plan, PLANS),
@@ -67,8 +64,8 @@ class Answer:
     """An answer and what it cost.
 
     ``logits`` float [vocab] are those of the first answer token; ``matched`` is the match that
-    was used in the end; ``insert_note`` says why the prefix was not stored, if it should have
-    been.
+    was used in the end; ``layers`` what a sparse query did in each; ``insert_note`` says why the
+    prefix was not stored, if it should have been.
     """
 
     text: str
@@ -76,33 +73,9 @@ class Answer:
     stats: QueryStats
     logits: torch.Tensor = field(repr=False)
     matched: PrefixMatch = field(repr=False)
+    layers: tuple[LayerReport, ...] = field(default=(), repr=False)
     inserted_tokens: int = 0
     insert_note: str = ""
-
-
-@dataclass(slots=True)
-class _Attempts:
-    """What happened on the way to the first token."""
-
-    match_s: float = 0.0
-    forward_s: float = 0.0
-    load_s: float = 0.0
-    hidden_io_s: float = 0.0
-    wanted_bytes: int = 0
-    read_bytes: int = 0
-    requests: int = 0
-    forward_tokens: int = 0
-    recovered: int = 0
-    reasons: list[str] = field(default_factory=list)
-
-    def add_run(self, run: QueryRun) -> None:
-        """Take over a run's counters at its first token, or at its failure."""
-        counters = run.counters
-        self.load_s += counters.load_wait_s
-        self.hidden_io_s += counters.hidden_io_s()
-        self.wanted_bytes += counters.wanted_bytes
-        self.read_bytes += counters.read_bytes
-        self.requests += counters.requests
 
 
 def answer(
@@ -135,16 +108,23 @@ def answer(
     options = options or QueryOptions()
     ids = _checked_prompt(prefix_ids, suffix_ids, model)
     room = min(options.max_new_tokens, model.max_positions - len(ids))
-    attempts, started = _Attempts(), time.perf_counter()
+    attempts, started = Attempts(), time.perf_counter()
     run, match, logits = _first_logits(store, model, ids, room, options, attempts)
     with run:
         token = int(logits.argmax())
-        stats = _stats(time.perf_counter() - started, attempts, match, ids, prefix_ids, options)
+        ttft_s = time.perf_counter() - started
+        reasons = miss_reasons(match, ids, prefix_ids, options.plan)
+        retention = options.sparse.retention
+        stats = query_stats(ttft_s, attempts, run, len(ids), retention, reasons)
+        layers = tuple(run.reports)
         tokens, text = _decode(model, run, token, room, on_text)
-        kept = _keep_prefix(store, run, match, prefix_ids, options, name, source)
+        if not layers:
+            kept = _keep_prefix(store, run, match, prefix_ids, options, name, source)
+    if layers:
+        kept = _keep_exact(store, model, match, prefix_ids, options, name, source)
     recompute = options.plan == "force-recompute"
     _count(store, stats, 0 if recompute else max(len(prefix_ids), stats.reused_tokens))
-    return Answer(text, tokens, stats, logits, match, *kept)
+    return Answer(text, tokens, stats, logits, match, layers, *kept)
 
 
 def _checked_prompt(
@@ -168,21 +148,28 @@ def _first_logits(
     ids: np.ndarray,
     room: int,
     options: QueryOptions,
-    attempts: _Attempts,
+    attempts: Attempts,
 ) -> tuple[QueryRun, PrefixMatch, torch.Tensor]:
     """Prefill until it succeeds; each failed load shortens the match, so that this ends."""
     max_match: int | None = None
+    load, sparse = options.plan != "force-recompute", options.sparse
     while True:
         began = time.perf_counter()
-        load = options.plan != "force-recompute"
-        run, match = store.begin(ids, max_new_tokens=room, load=load, max_match=max_match)
+        run, match = store.begin(
+            ids,
+            max_new_tokens=room,
+            load=load,
+            max_match=max_match,
+            sparse=sparse,
+            record=options.record,
+        )
         attempts.match_s += time.perf_counter() - began
         attempts.recovered += match.error is not None
         try:
             began = time.perf_counter()
-            logits = prefill(model.model, run, ids[match.matched_len :], logits=True)
+            logits = prefill(model.model, run, ids[match.matched_len :], logits=1)
             assert logits is not None
-            return run, match, logits
+            return run, match, logits[0]
         except ChunkLoadError as error:
             run.close()
             log.warning("recomputing after a failed load: %s", error)
@@ -190,6 +177,9 @@ def _first_logits(
             attempts.recovered += 1
             attempts.reasons.append(str(error).split(";")[0])
             max_match = error.usable_before(match.matched_len)
+            if error.array.startswith(PROBE_PREFIX):
+                # Whatever else serves as evidence may be damaged too; all keys are not.
+                sparse = replace(sparse, evidence="full")
         except BaseException:
             run.close()
             raise
@@ -197,60 +187,6 @@ def _first_logits(
             attempts.forward_s += time.perf_counter() - began
             attempts.forward_tokens += run.position - run.matched_len
             attempts.add_run(run)
-
-
-def _stats(
-    ttft_s: float,
-    attempts: _Attempts,
-    match: PrefixMatch,
-    ids: np.ndarray,
-    prefix_ids: np.ndarray,
-    options: QueryOptions,
-) -> QueryStats:
-    stages = {
-        "match": attempts.match_s,
-        "probe": 0.0,
-        "identify": 0.0,
-        "load": attempts.load_s,
-        "compute": attempts.forward_s - attempts.load_s,
-    }
-    stages["other"] = ttft_s - sum(stages.values())
-    return QueryStats(
-        ttft_s=ttft_s,
-        stages_s=stages,
-        hidden_io_s=attempts.hidden_io_s,
-        prompt_tokens=len(ids),
-        reused_tokens=match.matched_len,
-        forward_tokens=attempts.forward_tokens,
-        plan="load" if match.matched_len else "recompute",
-        retention=options.retention,
-        bytes={"disk": attempts.wanted_bytes, "host": 0, "device": 0},
-        read_bytes=attempts.read_bytes,
-        requests=attempts.requests,
-        miss_reasons=[*attempts.reasons, *_miss_reasons(match, ids, prefix_ids, options)],
-        recovered_chunks=attempts.recovered,
-    )
-
-
-def _miss_reasons(
-    match: PrefixMatch, ids: np.ndarray, prefix_ids: np.ndarray, options: QueryOptions
-) -> list[str]:
-    """Why the prefix (the prompt, without one) was not reused to its end."""
-    at = match.matched_len
-    eligible = len(prefix_ids) if len(prefix_ids) else 1
-    if at >= min(eligible, len(ids) - 1):
-        return []
-    if options.plan == "force-recompute":
-        return ["recompute was asked for (--plan force-recompute)"]
-    if match.stop == "unreadable" and match.error is not None:
-        return [str(match.error).split(";")[0]]
-    reasons = {
-        "diverged": f"what is stored differs from token {at} on",
-        "end_of_tree": f"nothing is stored after token {at}",
-        "quarantined": f"stored data is damaged from token {at} on",
-        "complete": f"tokens after {at} could not be loaded",
-    }
-    return [reasons[match.stop]]
 
 
 def _decode(
@@ -267,9 +203,9 @@ def _decode(
         shown = _show(model, tokens, shown, on_text, whole=ended or len(tokens) == room)
         if ended or len(tokens) == room:
             return tokens, shown
-        step = forward(model.model, run, np.asarray(tokens[-1:], np.uint32), logits=True)
+        step = forward(model.model, run, np.asarray(tokens[-1:], np.uint32), logits=1)
         assert step is not None
-        tokens.append(int(step.argmax()))
+        tokens.append(int(step[0].argmax()))
 
 
 def _show(
@@ -316,6 +252,31 @@ def _keep_prefix(
         # The answer is right either way; the caller tells the user why the next one is slow.
         return 0, f"the prefix was not stored: {error}"
     return result.inserted_tokens, ""
+
+
+def _keep_exact(
+    store: PrefixStore,
+    model: LoadedModel,
+    match: PrefixMatch,
+    prefix_ids: np.ndarray,
+    options: QueryOptions,
+    name: str | None,
+    source: dict[str, Any] | None,
+) -> tuple[int, str]:
+    """Store the missing part of the prefix after a sparse answer: computed again, with all KV.
+
+    What the answer computed attended to a part of the prefix, and so is not what is stored.
+    """
+    if options.insert == "never" or match.matched_len >= len(prefix_ids) or store.read_only:
+        return 0, ""
+    run, again = store.begin(prefix_ids, max_new_tokens=0)
+    with run:
+        try:
+            prefill(model.model, run, prefix_ids[again.matched_len :], logits=0)
+        except ChunkLoadError as error:
+            store.quarantine(error)
+            return 0, f"the prefix was not stored: {error}"
+        return _keep_prefix(store, run, again, prefix_ids, options, name, source)
 
 
 def _count(store: PrefixStore, stats: QueryStats, eligible_tokens: int) -> None:

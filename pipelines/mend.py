@@ -10,7 +10,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from pipelines.attention import prefill
+from pipelines.probes import ProbeReport, match_probes
 from pipelines.progress import Progress, ProgressEvent, silent
+from store.disk.layout import PROBE_PREFIX
+from store.disk.verify import kv_damage
 from store.errors import ChunkLoadError
 
 if TYPE_CHECKING:
@@ -41,7 +44,9 @@ def mend(
     bad: Sequence[BadChunk],
     progress: Progress = silent,
 ) -> MendReport:
-    """Recompute every node that ``bad`` names and publish it as a new generation.
+    """Recompute every node whose KV ``bad`` names and publish it as a new generation.
+
+    Damaged sidecars are left to `mend_probes`.
 
     Raises
     ------
@@ -53,7 +58,7 @@ def mend(
         # All are set aside first: none may serve as the healthy beginning of another.
         # One that was split or removed since the scrub is no longer anybody's concern.
         here = {row.node_id for row in store.nodes()}
-        bad = [place for place in bad if place.node in here]
+        bad = [place for place in kv_damage(bad) if place.node in here]
         for place in bad:
             store.quarantine(_load_error(store, place))
         nodes = [store.node(name) for name in dict.fromkeys(place.node for place in bad)]
@@ -63,6 +68,25 @@ def mend(
             report = _add(report, node, _mend_one(store, model, node))
     progress(ProgressEvent("repair", len(nodes), len(nodes), "nodes"))
     return report
+
+
+def mend_probes(
+    store: PrefixStore, bad: Sequence[BadChunk], progress: Progress = silent
+) -> ProbeReport:
+    """Write damaged sidecars again, and those that nodes lack; reads keys, computes nothing.
+
+    Raises
+    ------
+    StoreLockedError, ReadOnlyStoreError, StoreFullError
+        Sidecars written before stay.
+    """
+    for place in bad:
+        if place.array.startswith(PROBE_PREFIX):
+            node = store.node(place.node)
+            store.quarantine(
+                ChunkLoadError(place.node, place.array, place.layer, -1, node.start, "corrupt")
+            )
+    return match_probes(store, progress, drop=False)
 
 
 def _load_error(store: PrefixStore, place: BadChunk) -> ChunkLoadError:
@@ -85,7 +109,7 @@ def _mend_one(store: PrefixStore, model: LoadedModel, node: PrefixNode) -> int |
         run, match = store.begin(ids, max_new_tokens=0, max_match=node.start)
         with run:
             rest = ids[match.matched_len :]
-            prefill(model.model, run, rest, logits=False)
+            prefill(model.model, run, rest, logits=0)
             store.replace(node.node_id, lambda layer: run.kv(layer, node.start, node.end))
     except ChunkLoadError as error:
         return str(error).partition(";")[0]

@@ -5,14 +5,16 @@ Reads the catalog and file sizes only; no KV.
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING, Any
 
+from store.disk.sidecar_layout import ProbeSpec, SidecarLayout
 from store.errors import PrefixNotFoundError
 from store.index.mapping import chunk_count
 
 if TYPE_CHECKING:
     from store.engine import PrefixStore
-    from store.index.rows import NodeRow
+    from store.index.rows import NodeRow, ProbeRow
 
 TIERS = ("device", "host", "disk")
 
@@ -22,25 +24,52 @@ def store_stats(store: PrefixStore) -> dict[str, Any]:
 
     Ratios are None until there was something to count: ``hit`` by tier is the share of the tokens
     that could have come from the store and did, ``read_amplification`` what was read over what was
-    wanted, ``wasted_bytes`` what was read and not wanted.
+    wanted, ``wasted_bytes`` what was read and not wanted. ``probe_share`` compares the bytes of
+    evidence with those of KV, without padding, checksums and files' metadata.
     """
     counters = store.counters()
     rows = store.nodes()
     kv_bytes = sum(row.bytes for row in rows)
+    probes = _probes(store, rows)
+    probe_bytes = sum(entry["bytes"] for entry in probes.values())
     wanted, read = counters.get("disk_bytes", 0.0), counters.get("read_bytes", 0.0)
     return {
         "nodes": len(rows),
         "prefixes": len(store.prefixes()),
         "tokens": sum(row.length for row in rows),
-        "bytes": {"kv": kv_bytes, "probe": 0, "total": store.size_bytes()},
+        "bytes": {"kv": kv_bytes, "probe": probe_bytes, "total": store.size_bytes()},
         "quarantined": len(store.quarantined()),
         "hit": _hits(counters),
         "important_hit": None,
         "read_amplification": read / wanted if wanted else None,
         "wasted_bytes": int(max(0.0, read - wanted)),
-        "probe_share": 0.0,
+        "probe_share": sum(entry["kv_share"] for entry in probes.values()),
+        "probes": probes,
         "counters": counters,
     }
+
+
+def _probes(store: PrefixStore, rows: list[NodeRow]) -> dict[str, dict[str, Any]]:
+    """Per kind: nodes that have a sidecar, its bytes on disk, its share of all KV."""
+    lengths = {row.node_id: row.length for row in rows}
+    kv_bytes = sum(lengths.values()) * store.shape.token_bytes
+    found: dict[str, dict[str, Any]] = {}
+    evidence: dict[str, int] = {}
+    for row in store.probe_rows():
+        if row.node_id not in lengths:
+            continue  # removed by another process just now
+        entry = found.setdefault(row.kind, {"nodes": 0, "bytes": 0, "kv_share": 0.0})
+        spec = ProbeSpec.from_json(json.loads(row.detail))
+        layout = SidecarLayout.of(store.shape, lengths[row.node_id], spec)
+        entry["nodes"] += 1
+        entry["bytes"] += row.bytes
+        evidence[row.kind] = evidence.get(row.kind, 0) + layout.data_bytes
+        entry["kv_share"] = evidence[row.kind] / kv_bytes
+    return found
+
+
+def _sidecar(row: ProbeRow) -> dict[str, Any]:
+    return {**json.loads(row.detail), "bytes": row.bytes}
 
 
 def _hits(counters: dict[str, float]) -> dict[str, float | None]:
@@ -85,6 +114,11 @@ def node_detail(store: PrefixStore, key: str) -> dict[str, Any]:
         "order": "original",
         "children": [child.node_id for child in store.nodes() if child.parent_id == row.node_id],
         "prefixes": [prefix.name for prefix in store.prefixes() if prefix.node_id == row.node_id],
+        "probes": {
+            probe.kind: _sidecar(probe)
+            for probe in store.probe_rows()
+            if probe.node_id == row.node_id
+        },
         "quarantined": [
             {"array": bad.array, "layer": bad.layer, "chunk": bad.chunk, "reason": bad.reason}
             for bad in store.quarantined()

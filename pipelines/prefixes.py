@@ -66,6 +66,12 @@ def source_from_recipe(
     SourceError
         The recipe needs files and none are given, or a path does not exist.
     """
+    source = _source_of(recipe, base_dir, overrides)
+    source.query = recipe.query.choice()
+    return source
+
+
+def _source_of(recipe: Recipe, base_dir: Path, overrides: Sequence[Path]) -> PrefixSource:
     spec = recipe.prefixes
     if isinstance(spec, FewshotSpec):
         return _fewshot(spec, base_dir, overrides)

@@ -16,6 +16,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from pipelines.text import read_text
 from store.errors import SourceError
+from store.itf.options import SparseOptions
 from store.types import MAX_CHUNK_TOKENS, MIN_CHUNK_TOKENS
 
 Template = Literal["auto", "none"]
@@ -105,17 +106,32 @@ class StoreSpec(_Section):
     """How the KV is laid out on disk."""
 
     chunk_tokens: int = Field(default=16, ge=MIN_CHUNK_TOKENS, le=MAX_CHUNK_TOKENS)
-    probe: Literal["heads", "sketch", "both", "none"] = "none"
+    probe: Literal["heads", "sketch", "both", "none"] = "sketch"
     codec: str = "none"
 
 
 class QuerySpec(_Section):
-    """Defaults of a query against the store."""
+    """Defaults of a query against the store; see `SparseOptions` for what they mean.
+
+    What is None is left to the engine.
+    """
 
     system: Literal["impress"] = "impress"
-    retention: float = Field(default=1.0, gt=0, le=1)
-    alpha: float = Field(default=0.6, gt=0)
+    retention: float | None = Field(default=None, gt=0, le=1)
+    evidence: Literal["auto", "sketch", "heads", "full", "static", "random"] | None = None
+    attend: Literal["loaded", "selected"] | None = None
+    sets: Literal["one", "per-head"] | None = None
+    alpha: float | None = Field(default=None, ge=0)
+    fallback: Literal["auto", "never", "always"] | None = None
     max_new_tokens: int = Field(default=64, ge=1)
+
+    def choice(self) -> dict[str, Any]:
+        """Return what the recipe says of `SparseOptions`; nothing where it says nothing."""
+        return self.model_dump(exclude={"system", "max_new_tokens"}, exclude_none=True)
+
+    def sparse(self) -> SparseOptions:
+        """Return what the recipe says, as the engine's value."""
+        return SparseOptions(**self.choice())
 
 
 class Recipe(_Section):

@@ -30,7 +30,7 @@ class CausalAttention:
     """Attention of one run; keeps the mask of the current forward for its other layers."""
 
     def __init__(self) -> None:
-        self._mask: tuple[tuple[int, int, int], torch.Tensor] | None = None
+        self._mask: tuple[tuple[int, int], torch.Tensor] | None = None
 
     def __call__(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float | None
@@ -71,13 +71,14 @@ class CausalAttention:
             row 0     0 0 0 0 0 0       0 - -        (- is minus infinity)
             row 1     0 0 0 0 0 0       0 0 -
         """
-        key = (m, n, repeats)
-        if self._mask is None or self._mask[0] != key:
+        key = (m, repeats)
+        if self._mask is None or self._mask[0] != key or self._mask[1].shape[1] < n:
             mask = torch.zeros(m, n, dtype=q.dtype, device=q.device)
             future = torch.ones(m, m, dtype=torch.bool, device=q.device).triu_(1)
             mask[:, n - m :].masked_fill_(future, float("-inf"))
             self._mask = (key, mask.repeat(repeats, 1))
-        return self._mask[1]
+        # Layers that keep fewer prefix rows see the end of the same mask.
+        return self._mask[1][:, self._mask[1].shape[1] - n :]
 
 
 def _folded(

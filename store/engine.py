@@ -6,37 +6,57 @@ publisher. Changes are `publish`'s, deletions `maintenance`'s, a query is a `Que
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
 import torch
 
 from store import maintenance
+from store.access import AccessStats
+from store.buffers import RunBuffers, arena_bytes
 from store.disk.io import Arena, IOOptions
+from store.disk.layout import PROBE_PREFIX
 from store.disk.reader import ChunkReader
+from store.disk.sidecar import SidecarFiles
+from store.disk.sidecar_layout import NodeFacts
 from store.disk.verify import VerifyReport
 from store.disk.writer import LayerKV, group_bytes, sync_dir
 from store.errors import ChunkLoadError, InvalidValueError, NotAStoreError, ReadOnlyStoreError
+from store.fetch import Fetch, FullFetch, LoadPart, Observer
 from store.files import FileTable, NodeRows
 from store.identity import ModelIdentity
 from store.index.catalog import Catalog
 from store.index.ids import Ids, prefix_id
-from store.index.radix import PrefixMatch, PrefixNode
-from store.index.rows import NodeRow, PrefixRow, QuarantineRow
+from store.index.radix import MatchedNode, PrefixMatch, PrefixNode
+from store.index.rows import NodeRow, PrefixRow, ProbeRow, QuarantineRow
 from store.info import CATALOG, StoreInfo, is_free, new_info, read_info, write_info
+from store.itf.evidence import Evidence
+from store.itf.options import SparseOptions
 from store.live import LiveIndex
 from store.maintenance import GcReport
+from store.prepare import EvidenceMaker
+from store.probes import ProbeSettings, Sidecars, write_settings
 from store.publish import InsertResult, Publisher, RemoveReport
-from store.query_run import LoadPart, QueryRun, arena_bytes
+from store.query_run import QueryRun
 from store.rebuild import RepairReport, rebuild_store
+from store.recorder import RunRecorder
+from store.resident import SketchCache
+from store.sparse import SparseFetch
+from store.stats import RunCounters
 from store.types import KVShape
 
 __all__ = ["PrefixStore", "RepairReport", "rebuild_store"]
 
+log = logging.getLogger(__name__)
+
 #: Arenas kept for the next query; more would hold memory that one query at a time can't use.
 _KEPT_ARENAS = 1
+#: Memory for resident sketches unless told otherwise.
+HOST_BUDGET_BYTES = 1 << 30
 
 
 class PrefixStore:
@@ -46,9 +66,18 @@ class PrefixStore:
     ----------
     path, info, shape
         Where it is, its fixed facts, the KV shape of its model.
+    access
+        What past queries found important.
     """
 
-    def __init__(self, path: Path, info: StoreInfo, io: IOOptions, device: str = "cpu") -> None:
+    def __init__(
+        self,
+        path: Path,
+        info: StoreInfo,
+        io: IOOptions,
+        device: str = "cpu",
+        host_budget_bytes: int = HOST_BUDGET_BYTES,
+    ) -> None:
         self.path, self.info = path, info
         self.shape: KVShape = info.identity.shape
         self._files = FileTable(path, info, info.identity.digest())
@@ -56,8 +85,22 @@ class PrefixStore:
         self._reader = ChunkReader(io)
         self._device = torch.device(device)
         self._arenas: list[Arena] = []
+        self.access = AccessStats(path, self.shape, read_only=self._index.read_only)
+        self._sidecars = Sidecars(path, info, self._index)
+        self._recorder = RunRecorder(self.access)
+        self._sketches = SketchCache(self._reader, host_budget_bytes)
+        self._evidence = EvidenceMaker(
+            self.shape, self._reader, self._sidecars.get, self._sketches, self.access
+        )
         self._publisher = Publisher(
-            path, info, self._index.catalog, lambda: self._index.tree, self._files, self._reader
+            path,
+            info,
+            self._index.catalog,
+            lambda: self._index.tree,
+            self._files,
+            self._reader,
+            self._sidecars,
+            self.access,
         )
 
     @property
@@ -79,8 +122,10 @@ class PrefixStore:
         model_spec: str,
         chunk_tokens: int = 16,
         codec: str = "none",
+        probes: ProbeSettings | None = None,
         io: IOOptions | None = None,
         device: str = "cpu",
+        host_budget_bytes: int = HOST_BUDGET_BYTES,
     ) -> Self:
         """Make an empty store in a new or empty folder and open it.
 
@@ -89,10 +134,12 @@ class PrefixStore:
         NotAStoreError
             The folder holds something else.
         InvalidValueError
-            ``chunk_tokens`` or ``codec`` is not allowed.
+            ``chunk_tokens``, ``codec`` or ``probes`` is not allowed.
         """
         path = Path(path)
         info = new_info(identity, model_spec, chunk_tokens, codec)
+        settings = probes or ProbeSettings()
+        settings.check(identity.shape)
         if path.exists() and not is_free(path):
             raise NotAStoreError(
                 f"{path} exists and is not an empty folder; choose another --store"
@@ -104,10 +151,11 @@ class PrefixStore:
                 f"{path} can't be made ({error.strerror}); choose another --store"
             ) from error
         # impress.json comes last: without it the folder is no store, whatever else is in it.
-        Catalog.open(path / CATALOG, readonly=False, create=True).close()
+        with Catalog.open(path / CATALOG, readonly=False, create=True) as catalog:
+            write_settings(catalog, settings)
         write_info(path, info)
         sync_dir(path.parent)
-        return cls(path, info, io or IOOptions(), device)
+        return cls(path, info, io or IOOptions(), device, host_budget_bytes)
 
     @classmethod
     def open(
@@ -117,6 +165,7 @@ class PrefixStore:
         identity: ModelIdentity | None = None,
         io: IOOptions | None = None,
         device: str = "cpu",
+        host_budget_bytes: int = HOST_BUDGET_BYTES,
     ) -> Self:
         """Open a store; loads metadata only.
 
@@ -124,6 +173,8 @@ class PrefixStore:
         ----------
         identity
             Identity of the model that will use it; None for commands that touch no KV.
+        host_budget_bytes
+            Most memory for sketches that stay resident between queries.
 
         Raises
         ------
@@ -135,7 +186,7 @@ class PrefixStore:
         info = read_info(path)
         if identity is not None:
             info.identity.require(identity, str(path))
-        return cls(path, info, io or IOOptions(), device)
+        return cls(path, info, io or IOOptions(), device, host_budget_bytes)
 
     def __enter__(self) -> Self:
         return self
@@ -145,6 +196,7 @@ class PrefixStore:
 
     def close(self) -> None:
         """Stop reading, drop the lease and close the catalog; a second call does nothing."""
+        self.access.flush()
         self._reader.close()
         self._index.close()
 
@@ -168,6 +220,9 @@ class PrefixStore:
         max_new_tokens: int,
         load: bool = True,
         max_match: int | None = None,
+        sparse: SparseOptions | None = None,
+        observer: Observer | None = None,
+        record: bool = True,
     ) -> tuple[QueryRun, PrefixMatch]:
         """Match a prompt, pin the matched nodes and start reading them.
 
@@ -182,11 +237,23 @@ class PrefixStore:
             False to use nothing that is stored.
         max_match
             Match no more tokens than this.
+        sparse
+            What to load of what matches; everything by default.
+        observer
+            Sees each layer's queries and keys in a run that loads everything; see
+            `store.fetch.Observer`.
+        record
+            Whether the tokens that a sparse run selects count in the access statistics.
 
         Returns
         -------
         The run, which the caller closes, and the match it uses (cut where a node could not be
         opened; ``stop`` is then ``unreadable``).
+
+        Raises
+        ------
+        InvalidValueError
+            No token, or evidence that was asked for by name is not stored.
         """
         if len(ids) == 0:
             raise InvalidValueError("a run needs at least one token; the prompt is empty")
@@ -204,18 +271,32 @@ class PrefixStore:
                 self.quarantine(error)
                 match = PrefixMatch(match.nodes[:index], node.start, "unreadable", error)
                 break
+        options = sparse or SparseOptions()
+        evidence, counters = None, RunCounters()
+        if options.sparse and parts:
+            evidence = self._make_evidence(options, list(match.nodes), counters)
         capacity = len(ids) + max_new_tokens
-        run = QueryRun(
-            self.shape,
-            parts,
-            self._reader,
-            self._take_arena(arena_bytes(self.shape, capacity)),
-            capacity,
-            self._device,
-            self._give_arena,
-        )
+        arena = self._take_arena(arena_bytes(self.shape, capacity))
+        buffers = RunBuffers(self.shape, arena, capacity, self._device)
+        fetch: Fetch
+        if options.sparse and parts:
+            fetch = SparseFetch(parts, self._reader, buffers, options, evidence, counters)
+        else:
+            fetch = FullFetch(parts, self._reader, buffers, observer)
         self._index.begin_run()
-        return run, match
+        return QueryRun(buffers, fetch, self._end_run if record else self._end_unrecorded), match
+
+    def _make_evidence(
+        self, options: SparseOptions, nodes: list[MatchedNode], counters: RunCounters
+    ) -> Evidence | None:
+        """Evidence of a query; a damaged sidecar is withdrawn, and what is left serves instead."""
+        while True:
+            try:
+                return self._evidence.make(options, nodes, counters)
+            except ChunkLoadError as error:
+                log.warning("going on without a sidecar: %s", error)
+                self.quarantine(error)
+                options = replace(options, evidence="auto")
 
     def _take_arena(self, size: int) -> Arena:
         for arena in self._arenas:
@@ -230,7 +311,13 @@ class PrefixStore:
             arena.poison()
         return arena
 
-    def _give_arena(self, arena: Arena | None) -> None:
+    def _end_run(self, run: QueryRun, arena: Arena | None) -> None:
+        """Take the run's memory back, and note what it found to be important."""
+        if isinstance(run.fetch, SparseFetch):
+            self._recorder.add(run.fetch)
+        self._end_unrecorded(run, arena)
+
+    def _end_unrecorded(self, _run: QueryRun, arena: Arena | None) -> None:
         if arena is not None and len(self._arenas) < _KEPT_ARENAS:
             self._arenas.append(arena)
         self._index.end_run()
@@ -240,8 +327,14 @@ class PrefixStore:
         return self._reader.note
 
     def quarantine(self, error: ChunkLoadError) -> None:
-        """Remember data that failed to load, so that later matches end before it."""
-        self._index.quarantine(error)
+        """Remember data that failed to load, so that later matches end before it.
+
+        A sidecar is withdrawn instead: the node's tokens stay usable.
+        """
+        if error.array.startswith(PROBE_PREFIX):
+            self._sidecars.quarantine(error)
+        else:
+            self._index.quarantine(error)
 
     def release(self, bad: set[str]) -> int:
         """Use quarantined nodes again that a scrub found sound; see `LiveIndex.release`."""
@@ -324,18 +417,64 @@ class PrefixStore:
         return self._index.catalog.counters()
 
     def verify(self, progress: Callable[[int, int], None] | None = None) -> VerifyReport:
-        """Scrub every published generation; ``progress(done, total)`` in nodes."""
+        """Scrub every published generation and sidecar; ``progress(done, total)`` in nodes."""
         self.refresh()
         rows = self._index.catalog.nodes()
-        return maintenance.verify_nodes(self.path, rows, self._files.layout, progress)
+        layout_of, sidecars_of = self._files.layout, self._sidecars.bad
+        return maintenance.verify_nodes(self.path, rows, layout_of, sidecars_of, progress)
+
+    def probes(self) -> ProbeSettings:
+        """Which sidecars every node gets when it is written."""
+        return self._sidecars.settings
+
+    def set_probes(self, settings: ProbeSettings) -> None:
+        """Change which sidecars nodes get; those that are stored keep what they have.
+
+        Raises `InvalidValueError`, `StoreLockedError`, `ReadOnlyStoreError`.
+        """
+        with self.writing():
+            self._sidecars.set_settings(settings)
+
+    def probe_rows(self) -> list[ProbeRow]:
+        """All published sidecars."""
+        return self._sidecars.rows()
+
+    def sidecar(self, node: NodeFacts, kind: str) -> SidecarFiles | None:
+        """A node's sidecar (``sketch``, ``heads``); None without one, or where it can't be opened.
+
+        One that can't is withdrawn: evidence is lost, the query is not.
+        """
+        try:
+            return self._sidecars.get(node, kind)
+        except ChunkLoadError as error:
+            log.warning("going on without a sidecar: %s", error)
+            self.quarantine(error)
+            return None
+
+    def add_probe(self, node_id: str, kind: str) -> int:
+        """Give a node the sidecar of the store's setting; returns bytes written, 0 if it has it.
+
+        Raises `InvalidValueError` for a kind that the setting lacks, `ChunkLoadError`.
+        """
+        with self.writing():
+            node = self._index.tree.get(node_id)
+            return self._sidecars.add(node, kind, lambda: self.node_rows(node_id).keys)
+
+    def drop_probe(self, node_id: str, kind: str) -> int:
+        """Take a sidecar from a node; returns the bytes that become free."""
+        with self.writing():
+            return self._sidecars.drop(node_id, kind)
 
     def gc(self) -> GcReport:
         """Delete orphans and retired generations that no reader needs."""
-        return self._index.gc()
+        report = self._index.gc()
+        with self.writing():
+            freed = self.access.sweep({row.node_id for row in self.nodes()})
+        return report._replace(freed_bytes=report.freed_bytes + freed)
 
     def used_bytes(self) -> int:
         """Bytes on disk by the catalog's own sums; see `LiveIndex.used_bytes`."""
-        return self._index.used_bytes()
+        return self._index.used_bytes() + self.access.bytes()
 
     def size_bytes(self) -> int:
         """Bytes the store takes on disk, as ``du`` counts them; looks at every file."""
@@ -348,4 +487,5 @@ class PrefixStore:
         if match.nodes and match.nodes[-1].used < match.nodes[-1].node.length:
             node, used = match.nodes[-1]
             sizes += [used, node.length - used]
-        return sum(group_bytes(self._files.layout(size)) for size in sizes if size)
+        nodes = sum(group_bytes(self._files.layout(size)) for size in sizes if size)
+        return nodes + self._sidecars.disk_bytes(sizes)

@@ -16,6 +16,7 @@ from store.disk import layout as disk_layout
 from store.disk.io import MAX_BLOCK, Arena
 from store.disk.layout import KV_ARRAYS, NodeLayout
 from store.disk.reader import ChunkReader, NodeFiles, ShardRead
+from store.disk.runs import one_run
 from store.errors import ChunkLoadError
 from store.index.ids import Ids
 from store.index.mapping import chunk_count
@@ -166,12 +167,16 @@ class NodeRows:
         k, v = (self._array(layer, which, tokens) for which in range(2))
         return k, v
 
+    def keys(self, layer: int) -> np.ndarray:
+        """Like `layer`, the keys alone; reads no values."""
+        return self._array(layer, 0, self._files.layout.tokens)
+
     def _array(self, layer: int, which: int, tokens: int) -> np.ndarray:
         files, layout = self._files, self._files.layout
         valid = tokens * layout.shape.row_bytes
         chunks = chunk_count(tokens, layout.chunk_tokens)
         arena = self._arenas[which]
-        read = ShardRead(files, KV_ARRAYS[which], layer, 0, chunks, arena.view, valid)
+        read = ShardRead(files, KV_ARRAYS[which], layer, one_run(0, chunks), arena.view, valid)
         self._reader.read(read)
         stored = arena.array[:valid].view(layout.shape.np_dtype)
         return stored.reshape(tokens, layout.shape.num_kv_heads, layout.shape.head_dim)

@@ -14,7 +14,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from store import maintenance
-from store.disk import layout as disk_layout
 from store.errors import (
     CatalogError,
     ChunkLoadError,
@@ -40,6 +39,8 @@ class LiveIndex:
     ----------
     catalog, tree
         The durable table, and the radix tree loaded from it.
+    probes
+        Published sidecars by (node id, kind); another dictionary whenever the index is read anew.
     read_only
         True where the folder can't be written.
     notes
@@ -88,6 +89,7 @@ class LiveIndex:
         """Read the index anew."""
         with self.catalog.snapshot():
             rows, quarantined = self.catalog.nodes(), self.catalog.quarantined()
+            self.probes = {(row.node_id, row.kind): row for row in self.catalog.probes()}
         self._files.clear()
         self.tree = RadixTree.from_rows(rows, self._files.load_ids)
         for bad in quarantined:
@@ -217,12 +219,8 @@ class LiveIndex:
     def used_bytes(self) -> int:
         """The same from the catalog's own sums, without walking through the nodes."""
         nodes = sum(row.bytes for row in self.catalog.nodes())
-        retired = sum(
-            maintenance.tree_bytes(
-                disk_layout.generation_dir(self.path, row.node_id, row.generation)
-            )
-            for row in self.catalog.garbage()
-        )
+        nodes += sum(row.bytes for row in self.catalog.probes())
+        retired = maintenance.retired_bytes(self.path, self.catalog)
         top = sum(path.stat().st_blocks * 512 for path in self.path.iterdir())
         return nodes + retired + top
 

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from store.disk import layout as disk_layout
-from store.disk.layout import NodeLayout
+from store.disk.layout import PROBE_PREFIX, NodeLayout
 from store.disk.verify import BadChunk, GroupCheck, VerifyReport, verify_group
 from store.disk.writer import DISK_BLOCK, TEMP_PREFIX, sync_dir
 from store.index.catalog import Catalog
-from store.index.rows import NodeRow
+from store.index.rows import GarbageRow, NodeRow
 from store.locks import oldest_lease
 
 #: Beside a node's generations: one that is garbage and still read by somebody.
@@ -30,28 +30,38 @@ class GcReport(NamedTuple):
 def collect_garbage(store: Path, catalog: Catalog, *, orphans: bool) -> GcReport:
     """Delete retired generations that no lease needs and, with ``orphans``, unknown folders."""
     lease = oldest_lease(store)
-    removed = freed = kept = 0
-    gone = []
-    for row in catalog.garbage():
+    freed = 0
+    garbage = catalog.garbage()
+    kept = [row for row in garbage if lease is not None and lease < row.retired_epoch]
+    gone = [row for row in garbage if row not in kept]
+    sidecars = _known_sidecars(store, catalog, kept)
+    for row in kept:
+        _mark_retired(disk_layout.generation_dir(store, row.node_id, row.generation))
+    for row in gone:
         group = disk_layout.generation_dir(store, row.node_id, row.generation)
-        if lease is not None and lease < row.retired_epoch:
-            kept += 1
-            _mark_retired(group)
-            continue
         freed += _delete(group)
+        for sidecar in set(group.parent.glob(f"{PROBE_PREFIX}*")) - sidecars:
+            freed += _delete(sidecar)
         _drop_empty(group.parent)
-        removed += 1
-        gone.append(row)
+    removed = len(gone)
     if gone:
         with catalog.transaction() as txn:
             for row in gone:
                 txn.forget_garbage(row.node_id, row.generation)
     if orphans:
-        for folder in list(_orphans(store, catalog)):
+        for folder in list(_orphans(store, catalog, sidecars)):
             freed += _delete(folder)
             _drop_empty(folder.parent)
             removed += 1
-    return GcReport(removed, freed, kept)
+    return GcReport(removed, freed, len(kept))
+
+
+def _known_sidecars(store: Path, catalog: Catalog, kept: list[GarbageRow]) -> set[Path]:
+    """Sidecars that are published, and all of nodes that somebody still reads."""
+    known = {disk_layout.sidecar_dir(store, row.node_id, row.kind) for row in catalog.probes()}
+    for row in kept:
+        known |= set(disk_layout.node_dir(store, row.node_id).glob(f"{PROBE_PREFIX}*"))
+    return known
 
 
 def _mark_retired(group: Path) -> None:
@@ -98,27 +108,37 @@ def tree_bytes(folder: Path) -> int:
     return total
 
 
+def retired_bytes(store: Path, catalog: Catalog) -> int:
+    """What generations and sidecars that wait for their readers take on disk."""
+    published = _known_sidecars(store, catalog, [])
+    folders: set[Path] = set()
+    for row in catalog.garbage():
+        group = disk_layout.generation_dir(store, row.node_id, row.generation)
+        folders |= {group, *(set(group.parent.glob(f"{PROBE_PREFIX}*")) - published)}
+    return sum(tree_bytes(folder) for folder in folders)
+
+
 def group_bytes_on_disk(group: Path) -> int:
     """What a published generation takes, its own, the node's and the fan-out folder counted in."""
     return tree_bytes(group) + 3 * DISK_BLOCK
 
 
 def group_folders(store: Path) -> Iterator[Path]:
-    """Every folder that a node's folder holds: generations, temporary ones, anything else."""
+    """Every folder that a node's folder holds: generations, sidecars, temporary ones, others."""
     for fan_out in sorted((store / "nodes").glob("*")):
         for node in sorted(path for path in fan_out.iterdir() if path.is_dir()):
             yield from sorted(path for path in node.iterdir() if path.is_dir())
 
 
-def _orphans(store: Path, catalog: Catalog) -> Iterator[Path]:
-    known = {
+def _orphans(store: Path, catalog: Catalog, sidecars: set[Path]) -> Iterator[Path]:
+    known = sidecars | {
         disk_layout.generation_dir(store, row.node_id, row.generation) for row in catalog.nodes()
     }
     known |= {
         disk_layout.generation_dir(store, row.node_id, row.generation) for row in catalog.garbage()
     }
     for folder in group_folders(store):
-        is_group = folder.name.startswith(("g", TEMP_PREFIX))
+        is_group = folder.name.startswith(("g", TEMP_PREFIX, PROBE_PREFIX))
         if is_group and folder not in known:
             yield folder
 
@@ -127,17 +147,22 @@ def verify_nodes(
     store: Path,
     rows: list[NodeRow],
     layout_of: Callable[[int], NodeLayout],
+    sidecars_of: Callable[[NodeRow], tuple[int, list[BadChunk]]],
     progress: Callable[[int, int], None] | None,
 ) -> VerifyReport:
-    """Scrub every published generation; ``progress(done, total)`` in nodes."""
+    """Scrub every published generation and, with ``sidecars_of``, the nodes' sidecars.
+
+    ``progress(done, total)`` in nodes.
+    """
     chunks = size = 0
     bad: list[BadChunk] = []
     for done, row in enumerate(rows, 1):
         group = disk_layout.generation_dir(store, row.node_id, row.generation)
         layout = layout_of(row.length)
         one = verify_group(GroupCheck(row.node_id, group, layout, row.group_digest, row.digest))
-        chunks, size = chunks + one.chunks, size + one.bytes
-        bad += one.bad
+        beside, bad_beside = sidecars_of(row)
+        chunks, size = chunks + one.chunks, size + one.bytes + beside
+        bad += [*one.bad, *bad_beside]
         if progress is not None:
             progress(done, len(rows))
     return VerifyReport(len(rows), chunks, size, bad)

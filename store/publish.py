@@ -9,29 +9,36 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from store.access import AccessStats
 from store.disk import layout as disk_layout
 from store.disk.reader import ChunkReader
-from store.disk.writer import LayerKV, WrittenGroup, disk_errors, sync_dir, write_generation
+from store.disk.sidecar_layout import ProbeSpec
+from store.disk.writer import LayerKV, disk_errors, sync_dir, write_generation
 from store.errors import StoreError
 from store.files import FileTable, GroupFacts, NodeRows, node_attributes
-from store.index.catalog import Catalog, Transaction
-from store.index.ids import Ids, ids_digest, node_id, pack_ids, prefix_id
+from store.index.catalog import Catalog
+from store.index.ids import Ids, ids_digest, node_id, prefix_id
 from store.index.radix import MatchedNode, PrefixMatch, PrefixNode, RadixTree
-from store.index.rows import NodeRow, PrefixRow
+from store.index.rows import PrefixRow
 from store.info import StoreInfo
+from store.probes import Sidecars
+from store.written import Split, Written, retire
 
 #: Beside a node's generations: a prefix that was removed while the node stayed.
 UNLISTED_MARK = "unlisted-"
 
 
 class InsertResult(NamedTuple):
-    """What an insert did; ``duplicate`` where everything was stored already."""
+    """What an insert did; ``duplicate`` where everything was stored already.
+
+    ``bytes`` are those of the new node with its sidecars.
+    """
 
     inserted_tokens: int
     bytes: int
@@ -67,9 +74,12 @@ class Publisher:
         tree: Callable[[], RadixTree],
         files: FileTable,
         reader: ChunkReader,
+        sidecars: Sidecars,
+        access: AccessStats,
     ) -> None:
         self._store, self._info, self._catalog = store, info, catalog
         self._get_tree, self._files, self._reader = tree, files, reader
+        self._sidecars, self._access = sidecars, access
         self._identity_digest = info.identity.digest()
 
     def insert(
@@ -115,12 +125,13 @@ class Publisher:
         with self._catalog.transaction() as txn:
             if split is not None:
                 split.publish(txn)
-            txn.put_node(_node_row(node, written))
+            written.publish(txn, node)
             if row is not None:
                 txn.put_prefix(row)
         if split is not None:
             self._split_tree(split)
         self._add_to_tree(node)
+        self._sidecars.published(written.sidecars)
         return InsertResult(len(ids) - at, written.size_bytes, False, row)
 
     def name_prefix(self, ids: Ids, name: str, source: dict[str, Any]) -> PrefixRow:
@@ -145,38 +156,46 @@ class Publisher:
         """Publish a new generation of a node; returns its bytes.
 
         ``layers`` gives all rows of the node in token order; quarantine entries are cleared.
+        Sidecars stay, as they are in token order too; damaged ones are written again.
         """
         ids = self._get_tree().ids_of(node)
         successor = self._planned(node.node_id, node.parent, node.start, ids)
-        written = self._write(successor, layers, ids, self._facts(node))
+        specs = self._sidecars.to_rewrite(node)
+        written = self._write(successor, layers, ids, self._facts(node), specs)
         old = node.generation
         with self._catalog.transaction() as txn:
             txn.replace_generation(
-                node.node_id, successor.generation, written.digest, written.size_bytes
+                node.node_id, successor.generation, written.group.digest, written.group.size_bytes
             )
-            _retire(txn, node.node_id, old)
+            written.publish_sidecars(txn)
+            retire(txn, node.node_id, old)
             txn.clear_quarantine(node.node_id)
         self._get_tree().clear_quarantine(node.node_id)
         node.generation = successor.generation
         self._files.forget(node.node_id)
+        self._sidecars.published(written.sidecars)
         return written.size_bytes
 
     def remove(self, row: PrefixRow) -> RemoveReport:
         """Delete a prefix and the nodes that only it needed."""
         tree = self._get_tree()
         doomed = self._only_for(row, tree)
-        sizes = {r.node_id: r.bytes for r in self._catalog.nodes()}
+        gone = {node.node_id for node in doomed}
+        freed = sum(r.bytes for r in self._catalog.nodes() if r.node_id in gone)
+        freed += sum(r.bytes for name in gone for r in self._sidecars.rows(name))
         with self._catalog.transaction() as txn:
             txn.delete_prefix(row.prefix_id)
             for node in doomed:
-                _retire(txn, node.node_id, node.generation)
+                retire(txn, node.node_id, node.generation)
                 txn.delete_node(node.node_id)
         if not doomed:
             self._mark_unlisted(row)
         for node in doomed:
             tree.remove(node.node_id)
             self._files.forget(node.node_id)
-        return RemoveReport(len(doomed), sum(sizes[node.node_id] for node in doomed))
+            self._sidecars.forget(node.node_id)
+            self._access.remove(node.node_id)
+        return RemoveReport(len(doomed), freed)
 
     def _only_for(self, row: PrefixRow, tree: RadixTree) -> list[PrefixNode]:
         """Nodes, leaf first, that no other prefix and no other branch needs."""
@@ -230,7 +249,7 @@ class Publisher:
 
         return layer_rows
 
-    def _parent_at(self, match: PrefixMatch) -> tuple[PrefixNode | None, _Split | None]:
+    def _parent_at(self, match: PrefixMatch) -> tuple[PrefixNode | None, Split | None]:
         """The node a new one hangs below; splits the last matched one where it parts half-way."""
         if not match.nodes:
             return None, None
@@ -240,7 +259,7 @@ class Publisher:
         split = self._prepare_split(last)
         return split.upper, split
 
-    def _prepare_split(self, matched: MatchedNode) -> _Split:
+    def _prepare_split(self, matched: MatchedNode) -> Split:
         """Write both halves of a node; nothing is published yet."""
         node, cut = matched
         tree = self._get_tree()
@@ -256,9 +275,9 @@ class Publisher:
             self._write(upper, _sliced(rows.layer, 0, cut), ids[:cut], above),
             self._write(lower, _sliced(rows.layer, cut, None), ids[cut:], below),
         )
-        return _Split(node, upper, lower, halves)
+        return Split(node, upper, lower, halves)
 
-    def _split_tree(self, split: _Split) -> None:
+    def _split_tree(self, split: Split) -> None:
         upper, lower = split.upper, split.lower
         self._get_tree().split(
             split.old.node_id,
@@ -269,6 +288,10 @@ class Publisher:
             lower_generation=lower.generation,
         )
         self._files.forget(split.old.node_id)
+        self._sidecars.forget(split.old.node_id)
+        self._access.split(split.old.node_id, upper.length, upper.node_id, lower.node_id)
+        for half in split.written:
+            self._sidecars.published(half.sidecars)
 
     def _add_to_tree(self, node: PrefixNode) -> None:
         parent = node.parent.node_id if node.parent else None
@@ -307,52 +330,19 @@ class Publisher:
         layers: LayerKV,
         ids: Ids,
         facts: GroupFacts,
-    ) -> WrittenGroup:
+        specs: Iterable[ProbeSpec] | None = None,
+    ) -> Written:
+        """Write a generation and, from the same keys, sidecars: by default all that are set."""
+        if specs is None:
+            specs = self._sidecars.settings.specs.values()
         attributes = node_attributes(node, self._info, self._identity_digest, facts)
         target = disk_layout.generation_dir(self._store, node.node_id, node.generation)
-        return write_generation(target, self._files.layout(node.length), ids, layers, attributes)
+        layout = self._files.layout(node.length)
+        with self._sidecars.writing(node, specs) as sidecars:
+            group = write_generation(target, layout, ids, sidecars.tee(layers), attributes)
+            return Written(group, sidecars.finish())
 
     @staticmethod
     def _prefix_row(ids: Ids, node: str, name: str, source: dict[str, Any]) -> PrefixRow:
         text = json.dumps(source, ensure_ascii=False, sort_keys=True)
         return PrefixRow(prefix_id(ids), name, len(ids), node, ids_digest(ids), time.time(), text)
-
-
-class _Split(NamedTuple):
-    """A split that is written and not yet published."""
-
-    old: PrefixNode
-    upper: PrefixNode
-    lower: PrefixNode
-    written: tuple[WrittenGroup, WrittenGroup]
-
-    def publish(self, txn: Transaction) -> None:
-        """Swap the old node for its halves, inside the caller's transaction."""
-        old, upper, lower = self.old, self.upper, self.lower
-        txn.reparent(old.node_id, lower.node_id)
-        for node, group in zip((upper, lower), self.written, strict=True):
-            txn.put_node(_node_row(node, group))
-        txn.reassign_prefixes(old.node_id, upper.end, upper.node_id, lower.node_id)
-        _retire(txn, old.node_id, old.generation)
-        txn.delete_node(old.node_id)
-
-
-def _retire(txn: Transaction, name: str, generation: int) -> None:
-    """Make a generation garbage; the tombstone keeps its number from being used again."""
-    txn.tombstone(name, generation)
-    txn.retire(name, generation)
-
-
-def _node_row(node: PrefixNode, written: WrittenGroup) -> NodeRow:
-    parent = node.parent.node_id if node.parent else None
-    return NodeRow(
-        node.node_id,
-        parent,
-        node.start,
-        node.length,
-        pack_ids(node.first_ids),
-        node.digest,
-        node.generation,
-        written.digest,
-        written.size_bytes,
-    )

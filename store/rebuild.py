@@ -7,23 +7,30 @@ node's parent is the one under which its id comes out right; no stored link has 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from store.disk import layout as disk_layout
-from store.disk.writer import disk_errors, sync_dir
+from store.disk.sidecar import open_sidecar
+from store.disk.sidecar_layout import NodeFacts, ProbeSpec
+from store.disk.writer import DISK_BLOCK, disk_errors, sync_dir
 from store.index.catalog import Catalog
 from store.index.ids import FIRST_IDS, Ids, ids_digest, node_id, pack_ids, prefix_id
-from store.index.rows import NodeRow, PrefixRow
+from store.index.rows import NodeRow, PrefixRow, ProbeRow
 from store.info import CATALOG, StoreInfo, read_info
 from store.locks import WriterLock
-from store.maintenance import group_bytes_on_disk, group_folders, is_retired
+from store.maintenance import group_bytes_on_disk, group_folders, is_retired, tree_bytes
+from store.probes import META_KEY, ProbeSettings
 from store.publish import UNLISTED_MARK
+
+log = logging.getLogger(__name__)
 
 
 class RepairReport(NamedTuple):
@@ -70,13 +77,20 @@ def rebuild_catalog(store: Path, info: StoreInfo, catalog: Catalog) -> RepairRep
 
     The newest generation of each node wins. Nodes wholly superseded by present ones (a split)
     and nodes marked as removed stay out. Prefixes get their names back where the group has them,
-    else each leaf is listed as ``recovered-<node>``.
+    else each leaf is listed as ``recovered-<node>``. Sidecars whose attributes fit are taken over,
+    and the store's setting from them.
     """
     found = {item.name: item for item in _newest(store, info)}
     placed = _place(_current(found), info.identity.digest())
     parents = {entry.parent for entry in placed.values()}
+    rows = [_row(entry) for entry in placed.values()]
+    sidecars = [found for row in rows for found in _sidecars(store, row, info)]
     with catalog.transaction() as txn:
-        txn.put_nodes(_row(entry) for entry in placed.values())
+        txn.put_nodes(rows)
+        for sidecar in sidecars:
+            txn.put_probe(sidecar)
+        if sidecars:
+            txn.set_meta(META_KEY, _settings(sidecars).to_text())
         for entry in placed.values():
             for row in _prefixes(entry, leaf=entry.item.name not in parents):
                 txn.put_prefix(row)
@@ -176,6 +190,34 @@ def _prefixes(entry: _Placed, *, leaf: bool) -> Iterator[PrefixRow]:
             continue
         text = json.dumps(source, ensure_ascii=False, sort_keys=True)
         yield PrefixRow(prefix_id(ids), name, length, item.name, ids_digest(ids), time.time(), text)
+
+
+def _sidecars(store: Path, node: NodeFacts, info: StoreInfo) -> Iterator[ProbeRow]:
+    """Sidecars on disk that belong to a node, by their attributes alone."""
+    for group in sorted(disk_layout.node_dir(store, node.node_id).glob("probe-*")):
+        kind = group.name.removeprefix(disk_layout.PROBE_PREFIX)
+        try:
+            spec = ProbeSpec.from_json(disk_layout.read_attributes(group))
+            spec.check(info.identity.shape)
+            if spec.kind != kind:
+                raise ValueError(f"it holds {spec.kind}")
+            digest, size = disk_layout.group_digest(group), tree_bytes(group) + DISK_BLOCK
+            row = ProbeRow(node.node_id, kind, digest, size, spec.detail)
+            open_sidecar(store, row, node, info, info.identity.digest())
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            log.info("%s is left out: %s", group, error)
+            continue
+        yield row
+
+
+def _settings(rows: Iterable[ProbeRow]) -> ProbeSettings:
+    """The setting that most of these sidecars were written under."""
+    counts = Counter((row.kind, row.detail) for row in rows)
+    most: dict[str, ProbeSpec] = {}
+    for (kind, detail), _ in counts.most_common():
+        most.setdefault(kind, ProbeSpec.from_json(json.loads(detail)))
+    bits = most["sketch"].bits if "sketch" in most else None
+    return ProbeSettings(bits, most["heads"].heads if "heads" in most else None)
 
 
 def rebuild_store(path: Path) -> RepairReport:

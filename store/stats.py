@@ -5,9 +5,48 @@ Values only. Stages are timed separately; ``other`` is what none of them covers.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 STAGES = ("match", "probe", "identify", "load", "compute", "other")
+
+
+class LayerReport(NamedTuple):
+    """What a sparse run did in one layer.
+
+    Parameters
+    ----------
+    evidence
+        Where importance came from in the end: ``full`` after a fallback.
+    jaccard, threshold
+        Agreement of the probe heads and what it had to exceed; None where there is nothing to
+        agree (other evidence, a single probe head).
+    sets, selected_tokens
+        Sets of tokens (one, or one per KV head) and tokens in each.
+    chunks, chunks_selected, chunks_read
+        Chunks of one array that the prefix covers; those that hold a selected token; chunks of
+        keys and of values that were fetched.
+    loaded_tokens, kept_tokens
+        Prefix tokens whose keys and values were both fetched; rows each KV head attends to.
+    kv_bytes, probe_bytes
+        Bytes of the fetched chunks; bytes read as evidence.
+    """
+
+    layer: int
+    evidence: str
+    jaccard: float | None
+    threshold: float | None
+    fell_back: bool
+    sets: int
+    selected_tokens: int
+    chunks: int
+    chunks_selected: int
+    chunks_read: int
+    loaded_tokens: int
+    kept_tokens: int
+    kv_bytes: int
+    probe_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +70,7 @@ class QueryStats:
     retention, selected_ratio, loaded_ratio, probe_ratio
         Fractions of the reused KV: asked, selected, loaded, read as evidence.
     bytes
-        KV bytes by tier: ``disk``, ``host``, ``device``.
+        Bytes by tier, evidence included: ``disk``, ``host``, ``device``.
     read_bytes, requests
         Bytes the reads moved (widened to disk blocks) and the number of read requests.
     fallback_layers
@@ -66,6 +105,9 @@ class RunCounters:
     """Mutable counters of a run under way; the run owns them."""
 
     load_wait_s: float = 0.0
+    probe_wait_s: float = 0.0
+    identify_s: float = 0.0
+    probe_bytes: int = 0
     io_started_s: float = 0.0
     io_ended_s: float = 0.0
     wanted_bytes: int = 0
@@ -75,6 +117,12 @@ class RunCounters:
     def hidden_io_s(self) -> float:
         """Seconds from the first read's start to the last one's end that nobody waited for."""
         return max(0.0, self.io_ended_s - self.io_started_s - self.load_wait_s)
+
+    def add_probe(self, count: Iterable[float]) -> None:
+        """Count one finished read of evidence: the fields of `store.disk.reader.ReadCount`."""
+        wanted, read, requests, started, ended = count
+        self.probe_bytes += int(wanted)
+        self.add_read(int(wanted), int(read), int(requests), started, ended)
 
     def add_read(
         self, wanted_bytes: int, read_bytes: int, requests: int, started_s: float, ended_s: float

@@ -13,6 +13,8 @@ from pipelines.generate import Answer, QueryOptions, answer
 from pipelines.models import LoadedModel
 from store.disk.io import IOOptions
 from store.engine import PrefixStore
+from store.itf.options import SparseOptions
+from store.probes import ProbeSettings
 
 SHARED = Path(__file__).parents[2] / "shared" / "data"
 
@@ -24,9 +26,24 @@ def ids_of(count: int, seed: int = 0) -> np.ndarray:
 
 def new_store(path: Path, model: LoadedModel, **options: Any) -> PrefixStore:
     """An empty store for ``model`` whose unread memory is NaN."""
-    io = options.pop("io", IOOptions(poison=True))
-    return PrefixStore.create(
+    io, probes = options.pop("io", IOOptions(poison=True)), options.pop("probes", "none")
+    store = PrefixStore.create(
         path, identity=model.identity, model_spec=model.spec, io=io, **options
+    )
+    if probes != "none":
+        set_probes(store, probes)
+    return store
+
+
+def set_probes(store: PrefixStore, kinds: str, bits: int = 2) -> None:
+    """Say which sidecars nodes that are stored from now on get: heads, sketch or both."""
+    shape = store.shape
+    probed = tuple(range(max(1, min(3, shape.num_kv_heads // 2))))
+    store.set_probes(
+        ProbeSettings(
+            sketch_bits=bits if kinds in ("sketch", "both") else None,
+            heads=(probed,) * shape.num_layers if kinds in ("heads", "both") else None,
+        )
     )
 
 
@@ -45,7 +62,7 @@ def compute_and_store(store: PrefixStore, model: LoadedModel, ids: np.ndarray, n
     run, match = store.begin(ids, max_new_tokens=0)
     with run:
         start = match.matched_len
-        prefill(model.model, run, ids[start:], logits=False)
+        prefill(model.model, run, ids[start:], logits=0)
         store.insert(ids, lambda layer: run.kv(layer, start, len(ids)), start, name=name)
 
 
@@ -59,9 +76,12 @@ def ask(
     insert: str = "never",
     plan: str = "auto",
     name: str | None = None,
+    sparse: SparseOptions | None = None,
 ) -> Answer:
     """Answer ``question`` after ``prefix``."""
-    options = QueryOptions(max_new_tokens=tokens, insert=insert, plan=plan)
+    options = QueryOptions(
+        max_new_tokens=tokens, insert=insert, plan=plan, sparse=sparse or SparseOptions()
+    )
     return answer(store, model, prefix, question, options=options, name=name, source={})
 
 

@@ -19,7 +19,8 @@ class PrefixItem:
 
     ``ids`` is uint32 of shape (n,), n ≥ 1. ``source`` is JSON-able and says where the prefix
     comes from: ``kind``, ``path`` or ``task``, ``template`` (how to encode a question after it,
-    see `pipelines.text`), ``cut_tokens`` (dropped from the end) and ``queries`` (texts).
+    see `pipelines.text`), ``cut_tokens`` (dropped from the end), ``queries`` (texts) and ``query``
+    (what its recipe says of `SparseOptions`; absent without a recipe that does).
     """
 
     name: str
@@ -48,6 +49,7 @@ class PrefixSource(ABC):
     def __init__(self, *, max_tokens: int | None = None, limit: int | None = None) -> None:
         self.max_tokens = max_tokens
         self.limit = limit
+        self.query: dict[str, Any] = {}
         self.warnings: list[str] = []
 
     def count(self) -> int | None:
@@ -101,7 +103,10 @@ class PrefixSource(ABC):
             self.warnings.append(
                 f"{raw.where}: {len(raw.ids)} tokens cut to {longest}, the last {cut} are dropped"
             )
-        return PrefixItem(name, raw.ids[:longest], {**raw.source, "cut_tokens": cut})
+        source = {**raw.source, "cut_tokens": cut}
+        if self.query:
+            source["query"] = self.query
+        return PrefixItem(name, raw.ids[:longest], source)
 
 
 def _unique(name: str, seen: dict[str, int]) -> str:

@@ -46,6 +46,8 @@ class IOOptions:
         Emulate a slower device: bytes per second over all reads, seconds per request.
     deadline_s
         A read that takes longer is a miss.
+    bridge_chunks
+        Chunks that a sparse load may read beside those it wants, to save a request.
     poison
         Fill buffers with NaN before use (tests): a row that was never loaded shows.
     """
@@ -55,6 +57,7 @@ class IOOptions:
     bandwidth_bytes_s: float | None = None
     latency_s: float = 0.0
     deadline_s: float = 30.0
+    bridge_chunks: int = 0
     poison: bool = False
 
     def __post_init__(self) -> None:

@@ -36,6 +36,15 @@ KV_ARRAYS = ("k", "v")
 SMALL_ARRAYS = ("tokens", "k_crc", "v_crc", "rows")
 INDEX_ENTRY = 16
 MISSING = np.uint64(2**64 - 1)
+#: Begins the name of a sidecar's folder and of the array that an error about it names.
+PROBE_PREFIX = "probe-"
+#: Every array is written with these: keys without folders per layer, and no chunk left out.
+ARRAY_OPTIONS: dict[str, Any] = {
+    "chunk_key_encoding": {"name": "default", "separator": "."},
+    "config": {"write_empty_chunks": True},
+    "filters": None,
+    "fill_value": 0,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +87,11 @@ def generation_dir(store: Path, node_id: str, generation: int) -> Path:
     return node_dir(store, node_id) / f"g{generation}"
 
 
+def sidecar_dir(store: Path, node_id: str, kind: str) -> Path:
+    """Folder of a node's sidecar of one kind, whatever the node's generation."""
+    return node_dir(store, node_id) / f"{PROBE_PREFIX}{kind}"
+
+
 def shard_path(group: Path, array: str, layer: int) -> Path:
     """File of one layer of ``k`` or ``v``."""
     return group / array / f"c.{layer}.0.0.0"
@@ -85,7 +99,7 @@ def shard_path(group: Path, array: str, layer: int) -> Path:
 
 def small_array_path(group: Path, array: str) -> Path:
     """File of an array that is one chunk."""
-    rank = 1 if array == "tokens" else 2
+    rank = 1 if array in ("tokens", "crc") else 2
     return group / array / ".".join(["c"] + ["0"] * rank)
 
 
@@ -112,12 +126,6 @@ def create_group(path: Path, layout: NodeLayout, attributes: dict[str, Any]) -> 
     """Create the group's metadata at ``path`` (which must not exist); no chunk is written."""
     shape, n = layout.shape, layout.tokens
     group = zarr.create_group(path, zarr_format=3, attributes=attributes)
-    common: dict[str, Any] = {
-        "chunk_key_encoding": {"name": "default", "separator": "."},
-        "config": {"write_empty_chunks": True},
-        "filters": None,
-        "fill_value": 0,
-    }
     head = (shape.num_kv_heads, shape.head_dim)
     for name in KV_ARRAYS:
         group.create_array(
@@ -127,7 +135,7 @@ def create_group(path: Path, layout: NodeLayout, attributes: dict[str, Any]) -> 
             shards=(1, layout.num_chunks * layout.chunk_tokens, *head),
             dtype=shape.np_dtype,
             compressors=_zarr_compressors(layout.codec, shape.np_dtype.itemsize) or None,
-            **common,
+            **ARRAY_OPTIONS,
         )
     table = (shape.num_layers, layout.num_chunks)
     small = {
@@ -138,7 +146,7 @@ def create_group(path: Path, layout: NodeLayout, attributes: dict[str, Any]) -> 
     }
     for name, (dims, dtype) in small.items():
         group.create_array(
-            name, shape=dims, chunks=dims, dtype=dtype, compressors=[Crc32cCodec()], **common
+            name, shape=dims, chunks=dims, dtype=dtype, compressors=[Crc32cCodec()], **ARRAY_OPTIONS
         )
 
 
@@ -187,10 +195,16 @@ def write_small(group: Path, array: str, values: np.ndarray) -> int:
 
 def read_small(group: Path, array: str, dtype: str, shape: tuple[int, ...]) -> np.ndarray:
     """Read a one-chunk array. Raises OSError (missing) or ValueError (short, checksum)."""
-    raw = small_array_path(group, array).read_bytes()
-    want = int(np.prod(shape)) * np.dtype(dtype).itemsize + 4
-    if len(raw) != want:
-        raise ValueError(f"{array} has {len(raw)} bytes, expected {want}")
+    size = int(np.prod(shape)) * np.dtype(dtype).itemsize
+    raw = read_checked(small_array_path(group, array), array, size)
+    return np.frombuffer(raw, dtype=dtype).reshape(shape)
+
+
+def read_checked(path: Path, name: str, size: int) -> bytes:
+    """``size`` bytes that their CRC-32C follows. Raises OSError or ValueError naming ``name``."""
+    raw = path.read_bytes()
+    if len(raw) != size + 4:
+        raise ValueError(f"{name} has {len(raw)} bytes, expected {size + 4}")
     if crc32c.crc32c(raw[:-4]) != struct.unpack("<I", raw[-4:])[0]:
-        raise ValueError(f"{array} checksum differs")
-    return np.frombuffer(raw[:-4], dtype=dtype).reshape(shape)
+        raise ValueError(f"{name} checksum differs")
+    return raw[:-4]

@@ -10,13 +10,15 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import crc32c
 import numpy as np
+from numcodecs.abc import Codec
 
 from store.disk import layout as disk_layout
 from store.disk.io import (
@@ -30,36 +32,15 @@ from store.disk.io import (
     probe_direct,
 )
 from store.disk.layout import NodeLayout
+from store.disk.runs import ChunkRuns, run_chunks
 from store.errors import ChunkLoadError
+
+T = TypeVar("T")
 
 #: One request reads at most this much, so that a deadline or a slow device is noticed.
 REQUEST_BYTES = 8 << 20
 #: Scratch requests stay small enough to be checked and copied out of the cache.
 SCRATCH_BYTES = 1 << 20
-
-
-class ChunkRuns(NamedTuple):
-    """Merged runs of chunks: run i covers chunks ``start[i]`` up to, not including, ``stop[i]``."""
-
-    start: np.ndarray
-    stop: np.ndarray
-
-
-def merge_chunks(chunks: np.ndarray, max_gap: int = 1) -> ChunkRuns:
-    """Merge sorted, distinct chunk numbers into runs, bridging gaps of up to ``max_gap`` chunks.
-
-    ::
-
-        chunks   2 3 . 5 . . 8      max_gap 1
-        runs    [2 . . 5]   [8]     -> start [2, 8], stop [6, 9]
-    """
-    if len(chunks) == 0:
-        empty = np.empty(0, dtype=np.int64)
-        return ChunkRuns(empty, empty)
-    breaks = np.flatnonzero(np.diff(chunks) > max_gap + 1)
-    start = chunks[np.concatenate(([0], breaks + 1))]
-    stop = chunks[np.concatenate((breaks, [len(chunks) - 1]))] + 1
-    return ChunkRuns(start.astype(np.int64), stop.astype(np.int64))
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,19 +61,23 @@ class NodeFiles:
 
 @dataclass(frozen=True, slots=True)
 class ShardRead:
-    """Read chunks ``first`` up to ``stop`` of one layer of one array.
+    """Read runs of chunks of one layer of one array.
 
-    ``into`` receives the rows of the chunks back to back; at least ``valid_bytes`` of it, the
+    ``into`` receives the rows of all chunks back to back; at least ``valid_bytes`` of it, the
     bytes the caller will use, and any more is room that may be overwritten.
     """
 
     node: NodeFiles
     array: str
     layer: int
-    first: int
-    stop: int
+    runs: ChunkRuns
     into: memoryview
     valid_bytes: int
+
+    @property
+    def first(self) -> int:
+        """The first chunk."""
+        return int(self.runs.start[0])
 
 
 class ReadCount(NamedTuple):
@@ -127,6 +112,10 @@ class ChunkReader:
     def submit(self, read: ShardRead) -> Future[ReadCount]:
         """Start a read; the future raises `ChunkLoadError`."""
         return self._pool.submit(lambda: self.read(read))
+
+    def run(self, work: Callable[[], T]) -> Future[T]:
+        """Do other reading work on the pool."""
+        return self._pool.submit(work)
 
     def block_for(self, path: Path) -> int:
         """O_DIRECT block size of the store's file system, 1 for buffered reads."""
@@ -172,6 +161,32 @@ class ChunkReader:
         first = node.start + chunk * node.layout.chunk_tokens
         return ChunkLoadError(node.node_id, read.array, read.layer, chunk, first, reason)
 
+    def read_file(self, path: Path, view: memoryview, need: int) -> ReadCount:
+        """Read the first ``need`` bytes of a file that is no shard.
+
+        ``view`` is page-aligned and holds ``need`` rounded up to 4 096 bytes. Raises OSError;
+        what the bytes are worth is the caller's to check.
+        """
+        started = time.perf_counter()
+        block = self.block_for(path)
+        direct = getattr(os, "O_DIRECT", 0) if block > 1 else 0
+        fd = os.open(path, os.O_RDONLY | direct)
+        moved = requests = 0
+        try:
+            for done in range(0, need, REQUEST_BYTES):
+                want = min(need - done, REQUEST_BYTES)
+                part = view[done : done + -(-want // block) * block]
+                moved += self.request(fd, part, done, want, block)
+                requests += 1
+        finally:
+            os.close(fd)
+        return ReadCount(need, moved, requests, started, time.perf_counter())
+
+    @property
+    def throttled(self) -> bool:
+        """Whether a slower device is emulated."""
+        return self._throttle.active
+
     def scratch(self, size: int) -> memoryview:
         """This thread's aligned scratch memory, at least ``size`` bytes."""
         arena: Arena | None = getattr(self._local, "arena", None)
@@ -201,8 +216,9 @@ class _Job:
     def __init__(self, reader: ChunkReader, read: ShardRead, fd: int, block: int) -> None:
         self.reader, self.task, self.fd, self.block = reader, read, fd, block
         self.size = read.node.layout.chunk_bytes
-        crcs = read.node.k_crc if read.array == "k" else read.node.v_crc
-        self.crcs: list[int] = crcs[read.layer, read.first : read.stop].tolist()
+        table = read.node.k_crc if read.array == "k" else read.node.v_crc
+        self.chunks: list[int] = run_chunks(read.runs).tolist()
+        self.crcs: list[int] = table[read.layer, self.chunks].tolist()
         self.wanted = self.moved = self.requests = 0
 
     def plain(self) -> None:
@@ -213,39 +229,84 @@ class _Job:
             into   |<------------- room ------------------->|
             file   |<- direct: whole blocks, whole chunks ->|<- scratch: the rest ->|
         """
-        task, chunks = self.task, self.task.stop - self.task.first
-        self.wanted = chunks * self.size
-        direct = self._direct_chunks(chunks)
+        self.wanted = len(self.chunks) * self.size
+        done = self._straight()
+        if done == 0:
+            self._by_runs()
+        else:
+            for index in range(done, len(self.chunks)):
+                self._via_scratch(self.chunks[index], index, 1)
+
+    def _by_runs(self) -> None:
+        runs, at = self.task.runs, 0
+        for first, stop in zip(runs.start.tolist(), runs.stop.tolist(), strict=True):
+            self._run(first, stop - first, at)
+            at += stop - first
+
+    def _straight(self) -> int:
+        """Read all chunks that fit whole into place, one request per run; returns how many.
+
+        The common case with as little Python per run as possible: chunks are whole blocks, memory
+        is aligned, no device is emulated. Returns 0 where that does not hold.
+        """
+        task, size, block = self.task, self.size, self.block
+        fit = min(len(task.into) // size, len(self.chunks))
+        lengths = (task.runs.stop - task.runs.start) * size
+        if (
+            fit == 0
+            or self.reader.throttled
+            or size % block
+            or address_of(task.into) % block
+            or int(lengths.max()) > REQUEST_BYTES
+        ):
+            return 0
+        ends = np.minimum(np.cumsum(lengths), fit * size).tolist()
+        offsets, lo, into, fd = (task.runs.start * size).tolist(), 0, task.into, self.fd
+        for offset, hi in zip(offsets, ends, strict=True):
+            if hi == lo:
+                break  # what does not fit whole
+            view = into[lo:hi]
+            if os.preadv(fd, (view,), offset) != hi - lo:
+                pread_full(fd, view, offset, hi - lo, block)
+            lo = hi
+            self.requests += 1
+        self.moved += lo
+        self._check(into, 0, fit)
+        return fit
+
+    def _run(self, first: int, chunks: int, at: int) -> None:
+        """Deliver ``chunks`` chunks from ``first`` on as the task's chunks ``at`` and after."""
+        room = self.task.into[at * self.size :]
+        direct = self._direct_chunks(first, chunks, room)
         if direct:
-            room = len(task.into) - len(task.into) % self.block
             want = direct * self.size
-            view = task.into[: min(room, -(-want // self.block) * self.block)]
-            self._fetch(view, task.first * self.size, want)
-            self._check(view, 0, direct)
+            whole = len(room) - len(room) % self.block
+            view = room[: min(whole, -(-want // self.block) * self.block)]
+            self._fetch(view, first * self.size, want)
+            self._check(view, at, at + direct)
         step = max(1, SCRATCH_BYTES // self.size)
         for done in range(direct, chunks, step):
-            self._via_scratch(done, min(done + step, chunks))
+            count = min(step, chunks - done)
+            self._via_scratch(first + done, at + done, count)
 
-    def _direct_chunks(self, chunks: int) -> int:
-        """How many leading chunks can be read into place."""
-        into, block = self.task.into, self.block
-        offset = self.task.first * self.size
-        if offset % block or address_of(into) % block:
+    def _direct_chunks(self, first: int, chunks: int, room: memoryview) -> int:
+        """How many leading chunks of a run can be read into place."""
+        if first * self.size % self.block or not room or address_of(room) % self.block:
             return 0
-        return min(chunks, (len(into) - len(into) % block) // self.size)
+        return min(chunks, (len(room) - len(room) % self.block) // self.size)
 
-    def _via_scratch(self, lo: int, hi: int) -> None:
-        """Deliver chunks ``lo`` to ``hi`` (counted from the task's first) through scratch."""
+    def _via_scratch(self, first: int, at: int, chunks: int) -> None:
+        """Deliver chunks from ``first`` on, the task's ``at`` and after, through scratch."""
         task = self.task
-        begin, want = (task.first + lo) * self.size, (hi - lo) * self.size
+        begin, want = first * self.size, chunks * self.size
         lead = begin % self.block
         span = -(-(lead + want) // self.block) * self.block
         view = self.reader.scratch(span)[:span]
         self._fetch(view, begin - lead, lead + want)
-        self._check(view[lead:], lo, hi)
-        keep = min(task.valid_bytes - lo * self.size, want)
+        self._check(view[lead:], at, at + chunks)
+        keep = min(task.valid_bytes - at * self.size, want)
         if keep > 0:
-            task.into[lo * self.size : lo * self.size + keep] = view[lead : lead + keep]
+            task.into[at * self.size : at * self.size + keep] = view[lead : lead + keep]
 
     def _fetch(self, view: memoryview, offset: int, need: int) -> None:
         for done in range(0, need, REQUEST_BYTES):
@@ -255,14 +316,14 @@ class _Job:
             self.requests += 1
 
     def _check(self, view: memoryview, lo: int, hi: int) -> None:
-        """Compare the CRC of chunks ``lo`` to ``hi``, which lie back to back in ``view``."""
+        """Compare the CRC of the task's chunks ``lo`` to ``hi``, back to back in ``view``."""
         size, checksum = self.size, crc32c.crc32c
         for i, expected in enumerate(self.crcs[lo:hi]):
             if checksum(view[i * size : (i + 1) * size]) != expected:
-                raise _BadChunkError(self.task.first + lo + i)
+                raise _BadChunkError(self.chunks[lo + i])
 
     def coded(self) -> None:
-        """Chunks of a codec: read the index, then their stored bytes, then decode each."""
+        """Chunks of a codec: read the index, then each run's stored bytes, then decode."""
         task, layout = self.task, self.task.node.layout
         end = os.fstat(self.fd).st_size
         try:
@@ -270,18 +331,25 @@ class _Job:
             index = disk_layout.unpack_index(bytes(raw))
         except ValueError as error:
             raise _BadChunkError(task.first) from error
-        offsets, sizes = index[:, 0].astype(int), index[:, 1].astype(int)
-        begin = int(offsets[task.first])
-        stop = int(offsets[task.stop - 1] + sizes[task.stop - 1])
-        self.wanted = stop - begin
-        stored = self._range(begin, stop - begin)
-        codec = disk_layout.make_codec(layout.codec)
+        codec, at = disk_layout.make_codec(layout.codec), 0
         assert codec is not None
-        for i, expected in enumerate(self.crcs):
-            at = int(offsets[task.first + i]) - begin
-            part = stored[at : at + int(sizes[task.first + i])]
-            if crc32c.crc32c(part) != expected:
-                raise _BadChunkError(task.first + i)
+        runs = task.runs
+        for first, stop in zip(runs.start.tolist(), runs.stop.tolist(), strict=True):
+            self._decode_run(codec, index[first:stop].astype(int), at)
+            at += stop - first
+
+    def _decode_run(self, codec: Codec, index: np.ndarray, at: int) -> None:
+        """Read and decode chunks whose (offset, size) are ``index``, the task's ``at`` and after.
+
+        They are taken to lie one after the other, as they are written.
+        """
+        task, begin = self.task, int(index[0, 0])
+        stored = self._range(begin, int(index[-1].sum()) - begin)
+        self.wanted += len(stored)
+        for i, (offset, size) in enumerate(index.tolist(), at):
+            part = stored[offset - begin : offset - begin + size]
+            if crc32c.crc32c(part) != self.crcs[i]:
+                raise _BadChunkError(self.chunks[i])
             keep = min(self.size, task.valid_bytes - i * self.size)
             if keep > 0:
                 rows = memoryview(codec.decode(part)).cast("B")

@@ -5,7 +5,7 @@ Reads files whole through the page cache; it decides nothing about what happens 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,7 +13,7 @@ import crc32c
 import numpy as np
 
 from store.disk import layout as disk_layout
-from store.disk.layout import KV_ARRAYS, NodeLayout
+from store.disk.layout import KV_ARRAYS, PROBE_PREFIX, NodeLayout
 from store.errors import InvalidValueError
 from store.index.ids import ids_digest
 from store.index.mapping import check_rows
@@ -27,6 +27,11 @@ class BadChunk(NamedTuple):
     layer: int
     chunk: int
     reason: str
+
+
+def kv_damage(bad: Iterable[BadChunk]) -> list[BadChunk]:
+    """What of the damage is KV or its metadata, and not a sidecar's."""
+    return [place for place in bad if not place.array.startswith(PROBE_PREFIX)]
 
 
 class VerifyReport(NamedTuple):

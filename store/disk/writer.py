@@ -100,7 +100,7 @@ def write_generation(
             disk_layout.create_group(temp, layout, attributes)
             _write_arrays(temp, layout, tokens, layers)
             digest = disk_layout.group_digest(temp)
-            size = _sync_tree(temp)
+            size = sync_tree(temp) + 2 * DISK_BLOCK  # the node's folder and its fan-out folder
             if target.exists():
                 shutil.rmtree(target)
             temp.rename(target)
@@ -155,7 +155,7 @@ def write_shard(path: Path, layout: NodeLayout, values: np.ndarray, scratch: Are
     file[end - len(index) : end] = np.frombuffer(index, np.uint8)
     begin = np.cumsum([0, *sizes]).tolist()
     crcs = [crc32c.crc32c(scratch.view[a:b]) for a, b in itertools.pairwise(begin)]
-    _write_file(path, scratch.view, end)
+    write_file(path, scratch.view, end)
     return np.array(crcs, dtype="<u4")
 
 
@@ -178,7 +178,7 @@ def _encode(layout: NodeLayout, file: np.ndarray) -> list[int]:
     return [len(part) for part in parts]
 
 
-def _write_file(path: Path, data: memoryview, size: int) -> None:
+def write_file(path: Path, data: memoryview, size: int) -> None:
     """Write a new file of ``size`` bytes from page-aligned memory that is longer by a block.
 
     Past the page cache where that works: what is stored would only push other pages out of it,
@@ -195,7 +195,7 @@ def _write_file(path: Path, data: memoryview, size: int) -> None:
                 continue
             raise
         try:
-            _write_all(fd, data[: _on_disk(size) if direct else size])
+            write_all(fd, data[: _on_disk(size) if direct else size])
             if direct:
                 os.ftruncate(fd, size)
             return
@@ -207,22 +207,20 @@ def _write_file(path: Path, data: memoryview, size: int) -> None:
             os.close(fd)
 
 
-def _write_all(fd: int, data: memoryview) -> None:
+def write_all(fd: int, data: memoryview, offset: int = 0) -> None:
+    """Write all of ``data`` at ``offset``."""
     done = 0
     while done < len(data):
-        done += os.pwrite(fd, data[done:], done)
+        done += os.pwrite(fd, data[done:], offset + done)
 
 
-def _sync_tree(group: Path) -> int:
-    """fsync every file and folder below ``group``; returns what it takes on disk, as ``du`` says.
-
-    The node's own folder and its fan-out folder are counted in.
-    """
+def sync_tree(group: Path) -> int:
+    """fsync every file and folder of ``group``; returns what it takes on disk, as ``du`` says."""
     paths = list(group.rglob("*"))
     with ThreadPoolExecutor(_SYNC_THREADS) as pool:
         total = sum(pool.map(_sync, (path for path in paths if path.is_file())))
     folders = [*(path for path in paths if path.is_dir()), group]
-    return total + sum(_sync(folder) for folder in folders) + 2 * DISK_BLOCK
+    return total + sum(_sync(folder) for folder in folders)
 
 
 def _sync(path: Path) -> int:

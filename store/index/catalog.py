@@ -23,7 +23,7 @@ from store.errors import (
     ReadOnlyStoreError,
 )
 from store.index.connection import connect, mapped_errors
-from store.index.rows import GarbageRow, NodeRow, PrefixRow, QuarantineRow
+from store.index.rows import GarbageRow, NodeRow, PrefixRow, ProbeRow, QuarantineRow
 from store.index.transaction import SCHEMA, SCHEMA_VERSION, Transaction
 
 __all__ = [
@@ -31,6 +31,7 @@ __all__ = [
     "GarbageRow",
     "NodeRow",
     "PrefixRow",
+    "ProbeRow",
     "QuarantineRow",
     "Transaction",
 ]
@@ -208,6 +209,12 @@ class Catalog:
     def quarantined(self) -> list[QuarantineRow]:
         """All data known to be bad, by node."""
         return [QuarantineRow._make(row) for row in self._rows("SELECT * FROM quarantine")]
+
+    def probes(self) -> list[ProbeRow]:
+        """All published sidecars, by node; none in a store that never had one."""
+        if not self._rows("SELECT 1 FROM sqlite_master WHERE name = 'probes'"):
+            return []
+        return [ProbeRow._make(row) for row in self._rows("SELECT * FROM probes")]
 
     def garbage(self) -> list[GarbageRow]:
         """Generations whose files may be deleted, by node."""

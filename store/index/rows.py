@@ -58,3 +58,17 @@ class GarbageRow(NamedTuple):
     node_id: str
     generation: int
     retired_epoch: int
+
+
+class ProbeRow(NamedTuple):
+    """A published sidecar of a node.
+
+    ``kind`` is ``sketch`` or ``heads``, ``digest`` that of the sidecar's zarr.json files,
+    ``bytes`` what it takes on disk, ``detail`` canonical JSON of its bits or its heads.
+    """
+
+    node_id: str
+    kind: str
+    digest: str
+    bytes: int
+    detail: str

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from store.errors import CatalogError, PrefixNotFoundError
-from store.index.rows import NodeRow, PrefixRow, QuarantineRow
+from store.index.rows import NodeRow, PrefixRow, ProbeRow, QuarantineRow
 
 #: Version of the tables below; it belongs to format version 1.
 SCHEMA_VERSION = 1
@@ -43,6 +43,14 @@ SCHEMA = (
     "CREATE TABLE counters (name TEXT PRIMARY KEY, value REAL NOT NULL) WITHOUT ROWID",
     f"INSERT INTO catalog VALUES ({SCHEMA_VERSION}, 0)",
 )
+
+# Made with the first sidecar, so that stores older than sidecars need no change. A version of
+# impress that knows nothing of the table still empties it when it deletes nodes.
+PROBES_SCHEMA = """CREATE TABLE IF NOT EXISTS probes (
+    node_id TEXT NOT NULL
+        REFERENCES nodes ON DELETE CASCADE DEFERRABLE INITIALLY DEFERRED,
+    kind TEXT NOT NULL, digest TEXT NOT NULL, bytes INTEGER NOT NULL, detail TEXT NOT NULL,
+    PRIMARY KEY (node_id, kind)) WITHOUT ROWID"""
 
 # Not INSERT OR REPLACE: that deletes the old row first, and with it the links to it.
 PUT_NODE = """INSERT INTO nodes VALUES (?,?,?,?,?,?,?,?,?) ON CONFLICT (node_id) DO UPDATE SET
@@ -94,7 +102,10 @@ class Transaction:
         )
 
     def delete_node(self, node_id: str) -> None:
-        """Delete a node and its quarantine; at commit no child and no prefix may be left on it."""
+        """Delete a node with its sidecars' rows and quarantine.
+
+        At commit no child and no prefix may be left on it.
+        """
         self._run_on_node(node_id, "DELETE FROM nodes WHERE node_id=?", (node_id,))
         self.clear_quarantine(node_id)
 
@@ -146,6 +157,19 @@ class Transaction:
     def clear_quarantine(self, node_id: str) -> None:
         """Forget all bad data of a node, in all its generations."""
         self._run("DELETE FROM quarantine WHERE node_id=?", (node_id,))
+
+    def put_probe(self, row: ProbeRow) -> None:
+        """Publish a sidecar of a node, in the place of an earlier one of its kind."""
+        self._run(PROBES_SCHEMA, ())
+        self._run("INSERT OR REPLACE INTO probes VALUES (?,?,?,?,?)", row)
+
+    def delete_probe(self, row: ProbeRow) -> None:
+        """Withdraw a sidecar, unless another than this one was published meanwhile."""
+        self._run(PROBES_SCHEMA, ())
+        self._run(
+            "DELETE FROM probes WHERE node_id=? AND kind=? AND digest=?",
+            (row.node_id, row.kind, row.digest),
+        )
 
     def set_meta(self, key: str, value: str) -> None:
         """Set a free value of the store."""

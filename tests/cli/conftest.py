@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from rich.console import Console
 
 from impress_cli.app import main
 
@@ -30,6 +31,13 @@ class Output(NamedTuple):
 
 
 Run = Callable[..., Output]
+
+
+def plain(renderable: Any) -> str:
+    """What a terminal of 160 columns shows of a table."""
+    out = io.StringIO()
+    Console(file=out, width=160, no_color=True).print(renderable)
+    return out.getvalue()
 
 
 @pytest.fixture

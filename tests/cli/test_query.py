@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from tests.cli.conftest import Run
+import pytest
+
+from tests.cli.conftest import MODEL, Run
 
 SHORT = ("--max-new-tokens", 3)
 #: Keys of docs/json.md that must never go away.
@@ -69,6 +71,121 @@ def test_loading_and_recomputing_give_the_same_tokens(run: Run, built: Path) -> 
     assert load["tokens"] == recompute["tokens"]
     assert load["plan"] == "load"
     assert (recompute["plan"], recompute["reused_tokens"]) == ("recompute", 0)
+
+
+def test_a_quarter_of_the_prefix_is_selected_and_the_lines_say_what_it_took(
+    run: Run, built: Path
+) -> None:
+    quarter = ("--retention", "25%", "--evidence", "full", "--fallback", "never")
+    ask = ("query", "who?", "--prefix", "keepers", "--store", built, *quarter, *SHORT)
+    shown = run(*ask, "--explain")
+    assert shown.code == 0
+    assert "kept 25 % asked, " in shown.out
+    assert " loaded" in shown.out
+    assert "fallback has no effect with evidence full" in shown.err
+    assert "layer" in shown.out
+    value = run(*ask, "--explain", "--json").json
+    assert set(value) >= KEYS
+    assert value["retention"] == 0.25
+    assert value["selected_ratio"] == pytest.approx(0.25, abs=0.01)
+    assert value["sparse"]["evidence"] == "full"
+    assert len(value["explain"]["layers"]) == value["layers"]
+    (first, *_) = value["explain"]["layers"]
+    assert (first["layer"], first["evidence"], first["sets"]) == (0, "full", 1)
+    total = value["explain"]["totals"]
+    assert total["kv_bytes"] == sum(layer["kv_bytes"] for layer in value["explain"]["layers"])
+    assert total["kv_bytes"] + total["probe_bytes"] == value["bytes"]["disk"]
+    assert "explain" not in run(*ask, "--json").json
+
+
+def test_auto_takes_the_sketch_and_a_store_without_one_says_how_to_add_it(
+    run: Run, built: Path, document: Path, tmp_path: Path
+) -> None:
+    bare = tmp_path / "bare"
+    build = ("build-store", document, "--store", bare, "--model", MODEL, "--probe", "none")
+    assert run(*build).code == 0
+    quarter = ("--retention", "0.25", "--explain", "--json", *SHORT)
+    ask = ("query", "who?", "--prefix", "keepers", "--store")
+    with_sketch, without = run(*ask, built, *quarter), run(*ask, bare, *quarter)
+    used = [
+        {row["evidence"] for row in done.json["explain"]["layers"]}
+        for done in (with_sketch, without)
+    ]
+    assert used == [{"sketch"}, {"full"}]
+    assert f"'impress reorder --store {bare} --probe sketch' adds a sketch" in without.err
+    assert any("adds a sketch" in note for note in without.json["notes"])
+    assert "reorder" not in with_sketch.err
+    named = run(*ask, bare, "--retention", "0.25", "--evidence", "sketch")
+    assert (named.code, named.out) == (2, "")
+    assert "impress reorder --probe sketch" in named.err
+
+
+def test_at_retention_1_no_layer_chooses_and_options_without_effect_get_one_note(
+    run: Run, built: Path
+) -> None:
+    ask = ("query", "who?", "--prefix", "keepers", "--store", built, "--evidence", "full", *SHORT)
+    done = run(*ask, "--explain", "--json")
+    assert done.json["explain"]["layers"] == []
+    assert done.json["explain"]["totals"] is None
+    assert done.err.count("evidence has no effect at retention 1.0") == 1
+
+
+def test_what_the_recipe_of_a_prefix_says_holds_until_the_command_says_otherwise(
+    run: Run, document: Path, tmp_path: Path
+) -> None:
+    recipe = tmp_path / "quarter.yaml"
+    recipe.write_text(
+        f"name: quarter\nmodel: random:tiny-gqa\n"
+        f"prefixes: {{source: documents, path: {document}}}\n"
+        "query: {retention: 0.25, attend: selected}\n"
+    )
+    assert run("build-store", recipe, "--store", tmp_path / "kv").code == 0
+    ask = ("query", "who?", "--prefix", "keepers", "--store", tmp_path / "kv", "--json", *SHORT)
+    done = run(*ask)
+    assert (done.json["retention"], done.json["sparse"]["attend"]) == (0.25, "selected")
+    assert "retention 0.25, as the recipe of this prefix says" in done.err
+    exact = run(*ask, "--retention", "1.0")
+    assert exact.json["retention"] == 1.0
+    assert "recipe" not in exact.err
+    chat = ("query", "--prefix", "keepers", "--store", tmp_path / "kv", "--json", *SHORT)
+    done = run(*chat, stdin="/chat on\nwho?\nwhy?\n")
+    assert [json.loads(line)["retention"] for line in done.out.splitlines()] == [0.25, 0.25]
+    assert done.err.count("as the recipe of this prefix says") == 1
+
+
+def test_lines_of_a_batch_carry_what_was_kept_and_layers_only_with_explain(
+    run: Run, built: Path, tmp_path: Path
+) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"prefix": "keepers", "prompt": "who?"}\n' * 2)
+    ask = ("query", "--prompts", file, "--store", built, "--retention", "0.5", *SHORT)
+    for line in run(*ask).out.splitlines():
+        value = json.loads(line)
+        assert value["retention"] == 0.5
+        assert value["loaded_ratio"] >= value["selected_ratio"] >= 0.5
+        assert "explain" not in value
+    first = json.loads(run(*ask, "--explain").out.splitlines()[0])
+    assert len(first["explain"]["layers"]) == first["layers"]
+
+
+def test_interactive_retention_evidence_and_attend_hold_for_the_questions_that_follow(
+    run: Run, built: Path
+) -> None:
+    text = "who?\n/retention 0.5\n/evidence full\n/attend selected\nwho?\n/retention 1.0\nwho?\n"
+    done = run("query", "--store", built, "--prefix", "keepers", "--json", *SHORT, stdin=text)
+    values = [json.loads(line) for line in done.out.splitlines()]
+    assert [value["retention"] for value in values] == [1.0, 0.5, 1.0]
+    assert (values[1]["sparse"]["evidence"], values[1]["sparse"]["attend"]) == ("full", "selected")
+    assert done.err.count("attend and evidence have no effect at retention 1.0") == 1
+
+
+def test_a_sketch_must_fit_the_host_budget_or_the_query_still_answers(
+    run: Run, built: Path
+) -> None:
+    ask = ("query", "who?", "--prefix", "keepers", "--store", built, "--retention", "0.5", "--json")
+    small, large = (run(*ask, *SHORT, "--host-budget", size) for size in ("1kB", "1GB"))
+    assert (small.code, large.code) == (0, 0)
+    assert small.json["tokens"] == large.json["tokens"]
 
 
 def test_emulation_is_named_in_the_output(run: Run, built: Path) -> None:
@@ -208,8 +325,9 @@ def test_interactive_commands_change_what_follows_and_mistakes_are_one_line(
             "who?",
             "/system impress",
             "/retention 1.0",
-            "/retention 0.5",
             "/retention no",
+            "/evidence guess",
+            "/attend all",
             "/system other",
             "/chat maybe",
             "/prefix nobody",
@@ -224,8 +342,11 @@ def test_interactive_commands_change_what_follows_and_mistakes_are_one_line(
     answer = json.loads(done.out.splitlines()[0])
     assert (answer["system"], answer["reused_tokens"]) == ("recompute", 0)
     errors = [line for line in done.err.splitlines() if line.startswith("error: ")]
-    assert len(errors) == 6
-    assert "/prefix [ID|FILE]" in done.err
+    assert len(errors) == 7
+    assert "error: /evidence 'guess' is unknown; use auto, sketch, heads" in done.err
+    assert "error: /attend 'all' is unknown; use loaded, selected" in done.err
+    for command in ("/prefix [ID|FILE]", "/retention R", "/evidence NAME", "/attend NAME"):
+        assert command in done.err
     assert json.loads(done.out.splitlines()[1])["schema"] == "impress.stats/1"
 
 

@@ -1,83 +1,17 @@
 from __future__ import annotations
 
 import io
-from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from rich.console import Console
 
 from impress_cli import progress, render
 from impress_cli.progress import ProgressView, describe
+from pipelines.demo import DemoReport, DemoRow
 from pipelines.progress import ProgressEvent
-from store.stats import QueryStats
-
-STATS = QueryStats(
-    ttft_s=0.142,
-    stages_s={
-        "match": 0.0004,
-        "probe": 0.006,
-        "identify": 0.018,
-        "load": 0.031,
-        "compute": 0.084,
-        "other": 0.0026,
-    },
-    hidden_io_s=0.0,
-    prompt_tokens=4160,
-    reused_tokens=4096,
-    forward_tokens=64,
-    plan="load",
-    retention=0.25,
-    loaded_ratio=0.31,
-    bytes={"disk": 21_300_000, "host": 5_900_000, "device": 1_900_000},
-    fallback_layers=2,
-)
-
-
-def plain(renderable: Any) -> str:
-    out = io.StringIO()
-    Console(file=out, width=160, no_color=True).print(renderable)
-    return out.getvalue()
-
-
-def test_the_time_line_names_every_stage_and_the_other_ways() -> None:
-    line, _ = render.ttft_lines(STATS, recompute_s=5.9, full_load_s=0.41)
-    assert line == (
-        "TTFT 142 ms  = match 0.4 + probe 6 + identify 18 + load 31 + compute 84 + other 2.6"
-        "   (recompute would take 5.90 s, full load 410 ms)"
-    )
-
-
-def test_the_reuse_line_says_what_was_asked_loaded_and_from_where() -> None:
-    _, line = render.ttft_lines(STATS)
-    assert line == (
-        "prefix 4 096 of 4 160 tokens reused · kept 25 % asked, 31 % loaded · "
-        "29.1 MB read (disk 21.3 MB, host 5.90 MB, device 1.90 MB) · 2 layers fell back"
-    )
-
-
-def test_a_long_time_is_shown_in_seconds_throughout_and_empty_stages_are_left_out() -> None:
-    stages = {
-        "match": 0.0,
-        "probe": 0.0,
-        "identify": 0.0,
-        "load": 0.0,
-        "compute": 5.8,
-        "other": 0.1,
-    }
-    slow = replace(
-        STATS, ttft_s=5.9, stages_s=stages, reused_tokens=0, plan="recompute", fallback_layers=0
-    )
-    assert render.ttft_lines(slow) == [
-        "TTFT 5.90 s  = compute 5.80 + other 0.10",
-        "prefix 0 of 4 160 tokens reused · everything recomputed",
-    ]
-
-
-def test_chunks_that_could_not_be_used_are_reported() -> None:
-    _, line = render.ttft_lines(replace(STATS, recovered_chunks=3))
-    assert "3 chunks could not be used and were recomputed" in line
+from tests.cli.conftest import plain
 
 
 def test_a_flat_table_shows_units_by_the_names_of_keys() -> None:
@@ -143,10 +77,50 @@ def test_short_work_shows_nothing_and_long_work_writes_plain_lines_now_and_then(
     assert lines[0].startswith("build: 1 000 of 4 000 tokens")
 
 
-def test_the_demo_table_shows_both_times_and_the_ratio() -> None:
-    row = SimpleNamespace(
-        question="who?", recompute_ttft_s=6.0, load_ttft_s=0.3, ratio=20.0, same_text=True
-    )
-    text = plain(render.demo_table(SimpleNamespace(rows=[row], prefix_tokens=3000, ratio=20.0)))  # type: ignore[arg-type]
-    for shown in ("who?", "6.00 s", "300 ms", "20.0×", "yes", "3 000 tokens"):
+def answer(ttft_s: float, loaded: float = 1.0, text: str = "Ada") -> SimpleNamespace:
+    return SimpleNamespace(stats=SimpleNamespace(ttft_s=ttft_s, loaded_ratio=loaded), text=text)
+
+
+def demo_report(impress_s: float, impress_text: str = "Ada") -> Any:
+    impress = answer(impress_s, 0.52, impress_text)
+    row = DemoRow("who?", answer(6.0), answer(0.3), impress)  # type: ignore[arg-type]
+    sparse = SimpleNamespace(retention=0.25)
+    return DemoReport(Path("kv"), "p", 3000, None, sparse, (row,), ())  # type: ignore[arg-type]
+
+
+def test_the_demo_table_shows_three_times_two_ratios_and_what_was_loaded() -> None:
+    text = plain(render.demo_table(demo_report(0.2)))
+    for shown in (
+        "who?",
+        "6.00 s",
+        "300 ms (20.0×)",
+        "200 ms (30.0×)",
+        "52 %",
+        "yes",
+        "impress at 25 %",
+    ):
         assert shown in text
+    assert "3 000 tokens" in text
+
+
+@pytest.mark.parametrize(
+    ("impress_s", "says"),
+    [
+        (0.2, "impress was 1.5× faster than the full load"),
+        (0.3, "impress was as fast as the full load: here, reading less saves no time"),
+        (0.29, "as fast as the full load"),
+        (0.4, "impress was slower than the full load (0.75×): here, choosing costs more"),
+    ],
+)
+def test_the_demo_says_plainly_what_impress_was_against_a_full_load(
+    impress_s: float, says: str
+) -> None:
+    (line,) = render.demo_lines(demo_report(impress_s))
+    assert says in line
+    assert "full load 20.0× faster than recomputing" in line
+
+
+def test_the_demo_counts_the_answers_of_impress_that_have_other_words() -> None:
+    report = demo_report(0.2, "Bob")
+    assert "full load only" in plain(render.demo_table(report))
+    assert "1 of 1 answers of impress have other words" in render.demo_lines(report)[1]

@@ -161,7 +161,7 @@ def test_a_failed_load_ends_even_if_it_fails_every_time(tmp_path: Path, monkeypa
             if self.matched_len:
                 raise broken
 
-        monkeypatch.setattr("store.query_run.QueryRun.wait", always)
+        monkeypatch.setattr("store.fetch.Fetch.await_reads", always)
         given = ask(store, MODEL, ids_of(100), QUESTION)
         assert given.stats.reused_tokens == 0
         assert given.stats.recovered_chunks >= 1

@@ -10,6 +10,7 @@ from pydantic import ValidationError
 from pipelines.prefixes import source_from_recipe
 from pipelines.recipe import (
     FewshotSpec,
+    QuerySpec,
     Recipe,
     load_recipe,
     recipe_path,
@@ -17,6 +18,9 @@ from pipelines.recipe import (
     shipped_recipes,
 )
 from store.errors import SourceError
+from store.itf import options
+from store.itf.options import SparseOptions
+from tests.pipelines.tiny_tokenizers import tiny_tokenizer
 
 EXPECTED = ["chat", "copa", "demo", "documents", "openbookqa", "paper-scale", "piqa", "rag", "rte"]
 NEED_FILES = ["chat", "documents", "paper-scale", "rag"]
@@ -66,8 +70,36 @@ query:    {system: impress, retention: 0.25, alpha: 0.6}
     assert recipe.prefixes == FewshotSpec(
         source="fewshot", task="rte", shots=40, variants=8, seed=1, max_tokens=4096
     )
-    assert recipe.query.retention == 0.25
+    assert recipe.query.choice() == {"retention": 0.25, "alpha": 0.6}
+    assert recipe.query.sparse() == SparseOptions(retention=0.25, alpha=0.6)
     assert recipe.store.probe == "sketch"
+
+
+def test_a_recipe_that_says_nothing_of_queries_leaves_everything_to_the_engine():
+    assert load_recipe("documents").query.choice() == {}
+    assert load_recipe("documents").query.sparse() == SparseOptions()
+
+
+def test_a_recipe_knows_the_names_the_engine_knows():
+    for name, known in (
+        ("evidence", options.EVIDENCE),
+        ("attend", options.ATTEND),
+        ("sets", options.SETS),
+        ("fallback", options.FALLBACK),
+    ):
+        for value in known:
+            query = QuerySpec.model_validate({name: value})
+            assert getattr(query.sparse(), name) == value
+
+
+def test_prefixes_carry_what_their_recipe_says_of_queries(tmp_path):
+    (tmp_path / "a.txt").write_text("Some text.")
+    query = {"retention": 0.25, "evidence": "full", "max_new_tokens": 3}
+    for spec, expected in (({"query": query}, {"retention": 0.25, "evidence": "full"}), ({}, None)):
+        prefixes = {"source": "documents", "path": "a.txt"}
+        recipe = Recipe.model_validate({"name": "a", "prefixes": prefixes, **spec})
+        (item,) = source_from_recipe(recipe, tmp_path).items(tiny_tokenizer(), 100)
+        assert item.source.get("query") == expected
 
 
 def test_a_recipe_can_not_be_changed():
@@ -105,6 +137,8 @@ def test_an_unknown_key_is_named_with_its_path_and_the_nearest_known_one(
         ("name: a\nprefixes: {path: x}", "use one of documents, jsonl"),
         ("name: a\nprefixes: {source: fewshot, task: rte, shots: 0}", "prefixes.shots is 0"),
         ("name: a\nprefixes: {source: chat}\nquery: {retention: 1.5}", "query.retention is 1.5"),
+        ("name: a\nprefixes: {source: chat}\nquery: {evidence: best}", "query.evidence is 'best'"),
+        ("name: a\nprefixes: {source: chat}\nquery: {attend: all}", "'loaded' or 'selected'"),
         ("name: a\nprefixes: {source: chat}\nstore: {chunk_tokens: 8}", "store.chunk_tokens is 8"),
         ("name: a\nprefixes: {source: documents, template: yes}", "prefixes.template is True"),
         ("- a\n- b", "must be a mapping"),

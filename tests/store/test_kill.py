@@ -101,7 +101,7 @@ def prepared(tmp_path_factory) -> Path:
         put(store, model, ids_of(40, seed=3), "other")
         run, match = store.begin(SECOND, max_new_tokens=0, load=False)
         with run:
-            prefill(model.model, run, SECOND, logits=False)
+            prefill(model.model, run, SECOND, logits=0)
             layers = range(model.shape.num_layers)
             kv = np.stack([np.stack(run.kv(layer, 0, len(SECOND))) for layer in layers])
         assert match.matched_len == 0

@@ -16,7 +16,8 @@ from store.disk import layout as disk_layout
 from store.disk import reader as reader_module
 from store.disk.io import Arena, IOOptions, Throttle, probe_direct
 from store.disk.layout import NodeLayout
-from store.disk.reader import ChunkReader, NodeFiles, ShardRead, merge_chunks
+from store.disk.reader import ChunkReader, NodeFiles, ShardRead
+from store.disk.runs import merge_chunks, one_run
 from store.disk.writer import write_generation
 from store.errors import ChunkLoadError, InvalidValueError
 from store.types import KVShape
@@ -61,7 +62,7 @@ def test_rows_arrive_whatever_the_alignment(codec, direct, offset_rows, span, tm
     begin = offset_rows * SHAPE.row_bytes
     into = arena.view[begin : begin + wanted.nbytes]
     reader = ChunkReader(IOOptions(direct=direct))
-    count = reader.read(ShardRead(files, "k", 0, first, stop, into, wanted.nbytes))
+    count = reader.read(ShardRead(files, "k", 0, one_run(first, stop), into, wanted.nbytes))
     got = arena.array[begin : begin + wanted.nbytes].view(np.uint16).reshape(wanted.shape)
     np.testing.assert_array_equal(got, wanted)
     after = arena.array[begin + wanted.nbytes :]
@@ -83,9 +84,11 @@ def test_counted_bytes_are_what_the_kernel_read(tmp_path: Path):
         lines = Path("/proc/self/io").read_text().splitlines()
         return int(next(line.split()[1] for line in lines if line.startswith("read_bytes")))
 
-    reader.read(ShardRead(files, "k", 0, 0, 16, arena.view, 256 * SHAPE.row_bytes))
+    reader.read(ShardRead(files, "k", 0, one_run(0, 16), arena.view, 256 * SHAPE.row_bytes))
     before = kernel()
-    count = reader.read(ShardRead(files, "k", 0, 0, 256, arena.view, 4096 * SHAPE.row_bytes))
+    count = reader.read(
+        ShardRead(files, "k", 0, one_run(0, 256), arena.view, 4096 * SHAPE.row_bytes)
+    )
     assert abs(kernel() - before - count.read_bytes) <= 0.02 * count.read_bytes
     assert count.read_bytes <= 1.02 * count.wanted_bytes
 
@@ -93,7 +96,7 @@ def test_counted_bytes_are_what_the_kernel_read(tmp_path: Path):
 def read_all(files: NodeFiles, options: IOOptions | None = None) -> None:
     arena = Arena(1 << 20)
     reader = ChunkReader(options or IOOptions())
-    reader.read(ShardRead(files, "k", 0, 0, files.layout.num_chunks, arena.view, 1))
+    reader.read(ShardRead(files, "k", 0, one_run(0, files.layout.num_chunks), arena.view, 1))
 
 
 @pytest.mark.parametrize("direct", [True, False])
@@ -126,7 +129,7 @@ def test_an_io_error_becomes_a_load_error(tmp_path: Path, monkeypatch):
     def broken(*_args):
         raise OSError(errno.EIO, "injected")
 
-    monkeypatch.setattr(reader_module, "pread_full", broken)
+    monkeypatch.setattr(os, "preadv", broken)
     with pytest.raises(ChunkLoadError, match=f"io error {errno.EIO}"):
         read_all(files)
 
@@ -136,7 +139,7 @@ def test_short_reads_by_the_kernel_are_continued(tmp_path: Path, monkeypatch):
     real = os.preadv
     monkeypatch.setattr(os, "preadv", lambda fd, v, at: real(fd, [v[0][: 1 << 12]], at))
     arena = Arena(1 << 20)
-    task = ShardRead(files, "k", 0, 0, 7, arena.view, k.nbytes)
+    task = ShardRead(files, "k", 0, one_run(0, 7), arena.view, k.nbytes)
     ChunkReader(IOOptions()).read(task)
     np.testing.assert_array_equal(arena.array[: k.nbytes].view(np.uint16), k.reshape(-1))
 
@@ -147,7 +150,7 @@ def test_falling_back_from_direct_io_is_announced_once(tmp_path: Path, monkeypat
     reader = ChunkReader(IOOptions())
     arena = Arena(1 << 20)
     for _ in range(2):
-        reader.read(ShardRead(files, "k", 0, 0, 7, arena.view, 1))
+        reader.read(ShardRead(files, "k", 0, one_run(0, 7), arena.view, 1))
     assert reader.note is not None
     assert "page cache" in reader.note
 

@@ -1,0 +1,147 @@
+"""From importance to what is read: sets of tokens, the chunks that hold them, merged ranges.
+
+Positions are absolute; a part's chunks count from its node's start. A chunk that holds one
+selected token is read whole, keys and values alike::
+
+    selected      x . . . | . . . . | . x x . | . . .      tokens of two parts, 4 per chunk
+    chunks        [0]       .         [2]       .          -> runs, merged where they touch
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import torch
+
+from store.disk.runs import ChunkRuns, merge_chunks, run_chunks
+from store.itf.importance import agreement, threshold, top_k
+from store.itf.options import SparseOptions
+
+
+class Choice(NamedTuple):
+    """Selected tokens of one layer, int64 [sets, k] ascending, and how they came about."""
+
+    sets: torch.Tensor
+    jaccard: float | None = None
+    threshold: float | None = None
+    fell_back: bool = False
+
+
+def choose(importance: torch.Tensor, k: int, options: SparseOptions) -> Choice:
+    """Select from importance of all KV heads (float32 [G, n]) or of one row for all of them."""
+    if options.sets == "per-head":
+        return Choice(top_k(importance, k))
+    return Choice(top_k(importance.sum(0, keepdim=True), k))
+
+
+def choose_by_probes(
+    importance: torch.Tensor,
+    k: int,
+    options: SparseOptions,
+    all_heads: Callable[[], torch.Tensor],
+) -> Choice:
+    """Select from probe heads if they agree, else from all keys (paper, ITF).
+
+    Parameters
+    ----------
+    importance
+        float32 [P, n] of the probed KV heads.
+    all_heads
+        Reads all keys of the layer and returns float32 [G, n]; called only on a fallback.
+
+    Notes
+    -----
+    A single probe has nothing to agree with: it is believed unless ``fallback`` is ``always``.
+    """
+    n = importance.shape[1]
+    agreed = agreement(top_k(importance, k), n)
+    limit = None
+    if agreed is not None:
+        limit = options.threshold
+        limit = threshold(k, n, options.alpha) if limit is None else limit
+    believed = agreed is None or limit is None or agreed > limit
+    if options.fallback == "always" or (options.fallback == "auto" and not believed):
+        return Choice(top_k(all_heads(), k), agreed, limit, fell_back=True)
+    return Choice(top_k(importance.sum(0, keepdim=True), k), agreed, limit)
+
+
+def vectors_loaded(choice: Choice, n: int, kv_heads: int, probe_heads: int) -> int:
+    """Vectors of head_dim values that a choice needs, token by token (the paper's count).
+
+    Probe keys of all tokens; then keys and values of the selected tokens for every head. After a
+    fallback instead all keys, and values of each head's own tokens.
+    """
+    sets, k = choice.sets.shape
+    if choice.fell_back:
+        return probe_heads * n + kv_heads * n + sets * k
+    return probe_heads * n + 2 * kv_heads * k
+
+
+class Extent(Protocol):
+    """What selection needs to know of a part: its first position, tokens used, chunk size."""
+
+    @property
+    def start(self) -> int:
+        """Absolute position of the first token."""
+
+    @property
+    def used(self) -> int:
+        """Tokens of the part."""
+
+    @property
+    def chunk_tokens(self) -> int:
+        """Tokens of a chunk."""
+
+
+class PartPlan(NamedTuple):
+    """Chunks to read of one part.
+
+    ``runs`` are the reads, ``wanted`` the number of chunks that hold a selected token, ``tokens``
+    int64 the absolute positions of all rows that arrive, in the order in which they arrive.
+    """
+
+    runs: ChunkRuns
+    wanted: int
+    tokens: np.ndarray
+
+
+def plan_part(selected: np.ndarray, part: Extent, max_gap: int) -> PartPlan:
+    """Plan the chunks of one part.
+
+    Parameters
+    ----------
+    selected
+        int64, absolute positions of any parts, in any order, repeats allowed.
+    max_gap
+        Chunks that may be read beside those wanted, to save a request.
+    """
+    size = part.chunk_tokens
+    own = selected[(selected >= part.start) & (selected < part.start + part.used)] - part.start
+    held = np.zeros(-(-part.used // size), dtype=bool)
+    held[own // size] = True
+    chunks = np.flatnonzero(held)
+    runs = merge_chunks(chunks, max_gap)
+    rows = (run_chunks(runs)[:, None] * size + np.arange(size)).ravel()
+    # The last chunk may go on past the tokens that this query uses.
+    return PartPlan(runs, len(chunks), rows[rows < part.used] + part.start)
+
+
+def split_runs(runs: ChunkRuns, pieces: int) -> Sequence[ChunkRuns]:
+    """Cut runs into up to ``pieces`` lists of about as many chunks, between runs or inside one."""
+    total = int((runs.stop - runs.start).sum())
+    if total == 0:
+        return []
+    sizes = runs.stop - runs.start
+    ends = np.cumsum(sizes)
+    cuts = np.unique(np.linspace(0, total, min(pieces, total) + 1).astype(np.int64))
+    out = []
+    for lo, hi in itertools.pairwise(cuts.tolist()):
+        first, last = np.searchsorted(ends, [lo, hi - 1], side="right")
+        start, stop = runs.start[first : last + 1].copy(), runs.stop[first : last + 1].copy()
+        start[0] += lo - (ends[first] - sizes[first])
+        stop[-1] -= ends[last] - hi
+        out.append(ChunkRuns(start, stop))
+    return out

@@ -1,0 +1,201 @@
+"""``impress reorder`` and the options of ``build-store`` that choose probe layouts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cli.conftest import MODEL, Run
+
+
+def probes_of(run: Run, store: Path) -> dict[str, Any]:
+    """Probe layouts that every node of a store has, by kind: nodes, bytes, kv_share."""
+    stats = run("stats", "--store", store, "--json").json
+    assert all(entry["nodes"] == stats["nodes"] for entry in stats["probes"].values())
+    return dict(stats["probes"])
+
+
+@pytest.fixture
+def plain(run: Run, document: Path, tmp_path: Path) -> Path:
+    """A store without probe layouts."""
+    path = tmp_path / "plain"
+    assert build(run, document, path, "--probe", "none").code == 0
+    return path
+
+
+def build(run: Run, document: Path, path: Path, *options: object) -> Any:
+    return run("build-store", document, "--store", path, "--model", MODEL, *options)
+
+
+def test_a_new_store_keeps_a_2_bit_sketch_unless_told_otherwise(
+    run: Run, document: Path, tmp_path: Path
+) -> None:
+    for options, kinds in (
+        ((), {"sketch"}),
+        (("--probe", "none"), set()),
+        (("--probe", "heads"), {"heads"}),
+        (("--probe", "both", "--sketch-bits", 4), {"heads", "sketch"}),
+    ):
+        path = tmp_path / f"kv{len(kinds)}{len(options)}"
+        done = build(run, document, path, *options, "--json")
+        assert set(done.json["probe"]) == set(probes_of(run, path)) == kinds
+    assert done.json["probe"] == {"sketch": {"bits": 4}, "heads": {"heads": [[0], [0], [0]]}}
+
+
+def test_stats_show_the_share_of_probe_layouts(run: Run, store: Path) -> None:
+    assert run("reorder", "--store", store, "--probe", "both").code == 0
+    stats = run("stats", "--store", store, "--json").json
+    heads, sketch = stats["probes"]["heads"], stats["probes"]["sketch"]
+    assert heads["kv_share"] == 1 / (2 * 2)
+    # Values of 4 bytes: half the share of a store in 16 bit, and the last group is padded.
+    assert 0.039 < sketch["kv_share"] < 0.05
+    assert stats["probe_share"] == pytest.approx(heads["kv_share"] + sketch["kv_share"])
+    assert stats["bytes"]["probe"] == heads["bytes"] + sketch["bytes"] > 0
+    assert "probe_share" in run("stats", "--store", store).out
+
+
+def test_inspect_lists_a_nodes_probe_layouts(run: Run, store: Path) -> None:
+    (node,) = run("inspect", "--store", store, "--json").json["nodes"]
+    detail = run("inspect", node["node_id"], "--store", store, "--json").json["node"]
+    assert detail["probes"]["sketch"]["bits"] == 2
+    assert detail["probes"]["sketch"]["bytes"] > 0
+    assert "probes.sketch.bits" in run("inspect", node["node_id"], "--store", store).out
+
+
+def test_reorder_adds_and_drops_and_does_nothing_twice(run: Run, plain: Path) -> None:
+    reorder = ("reorder", "--store", plain, "--json")
+    added = run(*reorder, "--probe", "both").json
+    assert added["schema"] == "impress.reorder/1"
+    assert (added["nodes"], added["probes_added"], added["probes_dropped"]) == (1, 2, 0)
+    assert (added["rewritten"], added["chunks_before"], added["chunks_after"]) == (0, None, None)
+    assert added["bytes_written"] == sum(e["bytes"] for e in probes_of(run, plain).values())
+    again = run(*reorder, "--probe", "both").json
+    assert (again["probes_added"], again["bytes_written"]) == (0, 0)
+    fewer = run(*reorder, "--probe", "sketch").json
+    assert (fewer["probes_added"], fewer["probes_dropped"]) == (0, 1)
+    wider = run(*reorder, "--sketch-bits", 4).json
+    assert (wider["probe"], wider["probes_added"]) == ({"sketch": {"bits": 4}}, 1)
+    assert run(*reorder).json["probes_added"] == 0
+    none = run("reorder", "--store", plain, "--probe", "none")
+    assert "1 dropped" in none.out
+    assert probes_of(run, plain) == {}
+    assert list(plain.glob("nodes/*/*/probe-*")) == []
+
+
+def test_reorder_shows_first_what_it_would_do(run: Run, plain: Path) -> None:
+    dry = run("reorder", "--store", plain, "--probe", "both", "--dry-run", "--json").json
+    assert (dry["dry_run"], dry["probes_added"]) == (True, 2)
+    assert probes_of(run, plain) == {}
+    assert "would be" in run("reorder", "--store", plain, "--probe", "heads", "--dry-run").out
+    done = run("reorder", "--store", plain, "--probe", "both", "--json").json
+    assert done["bytes_written"] == dry["bytes_written"]
+
+
+def test_heads_are_given_as_a_number_a_list_or_chosen_by_calibration(run: Run, plain: Path) -> None:
+    reorder = ("reorder", "--store", plain, "--probe", "heads", "--json", "--probe-heads")
+    for text, heads in (("2", [0, 1]), ("1,0", [0, 1]), ("1,", None), ("1", [0])):
+        done = run(*reorder, text)
+        if heads is None:
+            assert done.code == 2
+        else:
+            assert done.json["probe"]["heads"]["heads"] == [heads] * 3
+    auto = run(*reorder, "auto").json
+    chosen = auto["probe"]["heads"]["heads"]
+    assert [len(layer) for layer in chosen] == [1, 1, 1]
+    assert run(*reorder, "auto").json["probe"]["heads"]["heads"] == chosen
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--probe", "heads", "--probe-heads", "3"), "1 to 2"),
+        (("--probe", "heads", "--probe-heads", "0"), "1 to 2"),
+        (("--probe", "heads", "--probe-heads", "0,7"), "KV heads 0 to 1"),
+        (("--probe", "heads", "--probe-heads", "0,0"), "none twice"),
+        (("--probe", "heads", "--probe-heads", "first"), "a list such as 0,2,5"),
+        (("--probe", "sketch", "--sketch-bits", "3"), "3 bits"),
+        (("--probe", "heads", "--sketch-bits", "2"), "--probe sketch"),
+        (("--probe", "sketch", "--probe-heads", "1"), "--probe heads"),
+        (("--probe", "some"), "--probe"),
+    ],
+)
+def test_values_that_are_not_allowed_are_wrong_usage(
+    run: Run, built: Path, options: tuple[str, ...], said: str
+) -> None:
+    done = run("reorder", "--store", built, *options)
+    assert done.code == 2
+    assert said in done.err
+
+
+@pytest.mark.parametrize(
+    "options", [("--probe", "both"), ("--sketch-bits", 4), ("--probe", "none")]
+)
+def test_a_stores_probe_layouts_are_not_changed_by_building_more(
+    run: Run, built: Path, document: Path, options: tuple[object, ...]
+) -> None:
+    refused = build(run, document, built, *options)
+    assert refused.code == 2
+    assert f"impress reorder --store {built}" in refused.err
+    assert build(run, document, built, "--probe", "sketch", "--sketch-bits", 2).code == 0
+
+
+def test_building_with_heads_chosen_by_calibration_can_be_run_again(
+    run: Run, document: Path, tmp_path: Path
+) -> None:
+    options = ("--probe", "heads", "--probe-heads", "auto", "--json")
+    first = build(run, document, tmp_path / "kv", *options).json
+    again = build(run, document, tmp_path / "kv", *options).json
+    assert first["probe"] == again["probe"]
+    assert (again["prefixes_reused"], again["bytes"]) == (1, 0)
+    assert set(probes_of(run, tmp_path / "kv")) == {"heads"}
+
+
+def test_a_dry_run_counts_probe_layouts(run: Run, document: Path, tmp_path: Path) -> None:
+    options = (tmp_path / "kv", "--dry-run", "--json")
+    plain = build(run, document, *options, "--probe", "none").json["bytes"]
+    assert build(run, document, *options).json["bytes"] > plain
+    assert not (tmp_path / "kv").exists()
+
+
+def test_verify_repairs_probe_layouts_without_loading_the_model(run: Run, store: Path) -> None:
+    (path,) = store.glob("nodes/*/*/probe-sketch/code/c.0.0.0.0")
+    data = bytearray(path.read_bytes())
+    data[3] ^= 1
+    path.write_bytes(data)
+    found = run("verify", "--store", store, "--json")
+    (bad,) = found.json["bad"]
+    assert found.code == 1
+    assert (bad["array"], bad["layer"], bad["chunk"]) == ("probe-sketch", 0, -1)
+    mended = run("verify", "--repair", "--store", store, "--json")
+    assert "random weights" not in mended.err
+    assert mended.code == 0
+    assert mended.json["repaired"] == [bad["node"]]
+    assert (mended.json["not_repaired"], mended.json["probes_added"]) == ([], 1)
+    assert run("verify", "--store", store).code == 0
+
+
+def test_repair_keeps_probe_layouts(run: Run, store: Path) -> None:
+    before = probes_of(run, store)
+    (store / "catalog.sqlite").write_bytes(b"not a database")
+    assert run("repair", "--store", store).code == 0
+    assert probes_of(run, store) == before
+    assert run("reorder", "--store", store, "--json").json["probes_added"] == 0
+
+
+def test_an_interrupted_reorder_says_how_to_go_on(
+    run: Run, plain: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from store.probes import Sidecars
+
+    def interrupted(*_args: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Sidecars, "add", interrupted)
+        done = run("reorder", "--store", plain, "--probe", "sketch")
+    assert done.code == 130
+    assert "run the same command again to go on" in done.err
+    assert run("verify", "--store", plain).code == 0
+    assert run("reorder", "--store", plain, "--json").json["probes_added"] == 1

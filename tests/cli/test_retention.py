@@ -1,0 +1,165 @@
+"""What a query keeps: options, what they exclude, what is said about those without effect."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from impress_cli import retention
+from impress_cli.asking import missing_evidence
+from impress_cli.options import HostBudgetOption
+from impress_cli.query import command
+from impress_cli.retention import Choice
+from impress_cli.units import parse_size
+from store.engine import HOST_BUDGET_BYTES
+from store.errors import InvalidValueError
+from store.itf import options
+from store.itf.options import SparseOptions
+from tests.cli.conftest import Run
+
+
+def test_what_can_be_typed_is_what_the_engine_knows() -> None:
+    for kind, known in (
+        (retention.Evidence, options.EVIDENCE),
+        (retention.Attend, options.ATTEND),
+        (retention.Sets, options.SETS),
+        (retention.Fallback, options.FALLBACK),
+    ):
+        assert tuple(kind) == known
+
+
+def test_the_help_names_the_engines_defaults() -> None:
+    defaults = SparseOptions()
+    for name in ("evidence", "attend", "sets", "alpha", "fallback"):
+        (option,) = [
+            part
+            for part in command.__annotations__.values()
+            if f"{name.capitalize()}Option" in part
+        ]
+        text = " ".join(str(getattr(retention, option).__metadata__[0].help).split())
+        value = getattr(defaults, name)
+        assert f"{value} (default)" in text or f"Default: {value}" in text
+
+
+def test_the_help_names_the_engines_host_budget() -> None:
+    help_text = str(HostBudgetOption.__metadata__[0].help)
+    default = help_text.split("Default: ")[1].rstrip(".")
+    assert parse_size(default, "--host-budget") == HOST_BUDGET_BYTES
+
+
+def test_nothing_said_means_everything_is_loaded() -> None:
+    assert Choice().options({}) == SparseOptions()
+    assert Choice().notes({}, "auto") == []
+
+
+def test_what_is_typed_wins_over_the_recipe_and_the_recipe_over_the_default() -> None:
+    recipe = {"retention": 0.25, "evidence": "full", "unknown": 1}
+    chosen = Choice(evidence="sketch").options(recipe)
+    assert chosen == SparseOptions(retention=0.25, evidence="sketch")
+
+
+def test_alpha_and_threshold_exclude_each_other() -> None:
+    with pytest.raises(InvalidValueError, match=r"--alpha 0.5 and --threshold 0.7.*give one"):
+        Choice(alpha=0.5, threshold=0.7)
+
+
+@pytest.mark.parametrize(
+    ("choice", "recipe", "plan", "says"),
+    [
+        ({"evidence": "full"}, {}, "auto", "evidence has no effect at retention 1.0"),
+        (
+            {"alpha": 0.5, "sets": "one", "retention": 1.0},
+            {"retention": 0.25},
+            "auto",
+            "alpha and sets have no effect at retention 1.0",
+        ),
+        (
+            {"retention": 0.25},
+            {},
+            "force-recompute",
+            "retention has no effect when everything is recomputed",
+        ),
+        (
+            {"retention": 0.25, "evidence": "sketch", "threshold": 0.5},
+            {},
+            "auto",
+            "threshold has no effect with evidence sketch",
+        ),
+        (
+            {"retention": 0.25, "evidence": "heads", "sets": "per-head"},
+            {},
+            "auto",
+            "sets has no effect with evidence heads",
+        ),
+        ({}, {"retention": 0.25}, "auto", "retention 0.25, as the recipe of this prefix says"),
+    ],
+)
+def test_options_without_effect_and_a_recipes_retention_get_one_note(
+    choice: dict[str, Any], recipe: dict[str, Any], plan: str, says: str
+) -> None:
+    (note,) = Choice(**choice).notes(recipe, plan)
+    assert note.startswith(says)
+
+
+@pytest.mark.parametrize(
+    ("choice", "plan"),
+    [
+        ({"retention": 0.25, "alpha": 0.5}, "auto"),
+        ({"retention": 0.25, "evidence": "heads", "threshold": 0.5}, "force-load"),
+        ({}, "force-recompute"),
+        ({"retention": 1.0}, "auto"),
+    ],
+)
+def test_options_that_count_get_none(choice: dict[str, Any], plan: str) -> None:
+    assert Choice(**choice).notes({}, plan) == []
+
+
+def test_options_that_only_count_with_heads_are_named_where_auto_took_the_sketch() -> None:
+    choice = Choice(retention=0.25, alpha=0.5, fallback="never")
+    assert choice.idle("sketch") == ["alpha and fallback have no effect with evidence sketch"]
+    assert choice.idle("heads") == []
+
+
+def test_a_store_without_probe_data_is_named_with_the_command_that_adds_it() -> None:
+    def layer(evidence: str, fell_back: bool = False) -> Any:
+        return SimpleNamespace(evidence=evidence, fell_back=fell_back)
+
+    sparse = SparseOptions(retention=0.25)
+    note = missing_evidence(sparse, [layer("full")], Path("kv"))
+    assert note is not None
+    assert "impress reorder --store kv --probe sketch" in note
+    assert missing_evidence(sparse, [layer("full", True), layer("heads")], Path("kv")) is None
+    assert missing_evidence(sparse, [layer("full", True)], Path("kv")) is None
+    assert missing_evidence(sparse, [layer("sketch")], Path("kv")) is None
+    full = SparseOptions(retention=0.25, evidence="full")
+    assert missing_evidence(full, [layer("full")], Path("kv")) is None
+    assert missing_evidence(sparse, [], Path("kv")) is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("--retention", "0"), ["--retention '0'", "above 0 and up to 1", "0.25"]),
+        (("--retention", "1.5"), ["--retention '1.5'", "above 0 and up to 1"]),
+        (("--evidence", "guess"), ["guess", "sketch", "random", "--help"]),
+        (("--attend", "all"), ["all", "loaded", "selected"]),
+        (("--sets", "two"), ["two", "one", "per-head"]),
+        (("--fallback", "maybe"), ["maybe", "auto", "never", "always"]),
+        (("--alpha", "-1"), ["alpha -1", "0 or more"]),
+        (("--alpha", "nan"), ["alpha nan", "0 or more"]),
+        (("--threshold", "1.5"), ["threshold 1.5", "from 0 to 1"]),
+        (("--alpha", "0.6", "--threshold", "0.5"), ["--alpha 0.6", "--threshold 0.5", "give one"]),
+        (("--host-budget", "much"), ["--host-budget 'much'", "500MB"]),
+    ],
+)
+def test_a_wrong_value_is_refused_before_the_store_is_looked_at(
+    run: Run, tmp_path: Path, arguments: tuple[str, ...], says: list[str]
+) -> None:
+    done = run("query", "who?", "--store", tmp_path / "none", *arguments)
+    assert (done.code, done.out) == (2, "")
+    assert len(done.err.splitlines()) == 1
+    for text in says:
+        assert text in done.err
