@@ -5,20 +5,25 @@ Owns their options. The runs are `pipelines.bench_fidelity`'s and `bench_similar
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from impress_cli.bench_inputs import (
     PREFIX_TOKENS,
+    ComparedRowsOption,
     DocumentsOption,
     FolderOption,
+    HistoryFrom,
+    HistoryFromOption,
+    HistoryOption,
     MeasuredStoreOption,
     PlotOption,
     PrefixesOption,
     PrefixTokensOption,
+    QueriesOption,
     QueryTokensOption,
     Subject,
     numbers,
@@ -32,6 +37,13 @@ from impress_cli.options import (
     JsonOption,
     ModelOption,
     ThreadsOption,
+)
+from impress_cli.retention import (
+    AlphaOption,
+    Choice,
+    FallbackOption,
+    ThresholdOption,
+    idle,
 )
 from impress_cli.ui import Ui, ui_of
 
@@ -54,25 +66,9 @@ def fidelity(
     prefix_tokens: PrefixTokensOption = None,
     prefixes: PrefixesOption = 8,
     query_tokens: QueryTokensOption = 64,
-    queries: Annotated[
-        Path | None,
-        typer.Option(
-            "--queries",
-            metavar="FILE",
-            help='JSON lines {"prefix": …, "prompt": …} instead of continuations; without '
-            "'prefix' a line is asked of every prefix.",
-            show_default=False,
-        ),
-    ] = None,
-    history: Annotated[
-        int | None,
-        typer.Option(
-            "--history",
-            metavar="N",
-            help="Other queries per prefix, from which static knows importance. Default: 6.",
-            show_default=False,
-        ),
-    ] = None,
+    queries: QueriesOption = None,
+    history: HistoryOption = None,
+    history_from: HistoryFromOption = None,
     retention: Annotated[
         str,
         typer.Option("--retention", metavar="R,…", help="Shares of the prefix to select."),
@@ -91,10 +87,14 @@ def fidelity(
         str,
         typer.Option("--sets", metavar="NAME,…", help="one, per-head, or both."),
     ] = "one",
+    rows: ComparedRowsOption = None,
     attend: Annotated[
         str,
         typer.Option("--attend", metavar="NAME,…", help="selected, loaded, or both."),
     ] = "selected,loaded",
+    alpha: AlphaOption = None,
+    threshold: ThresholdOption = None,
+    fallback: FallbackOption = None,
     chunk_tokens: Annotated[
         str | None,
         typer.Option(
@@ -124,33 +124,39 @@ def fidelity(
 
     Every evidence runs at every retention, on the same prefixes and queries, beside an answer that
     loads everything. KL divergence, top-1 agreement and likelihood say how far; recall says how
-    many of the tokens were chosen that all keys would have chosen.
+    many of the tokens were chosen that all keys would have chosen. The controls know nothing of the
+    query: random, and static, which knows what was important to others.
     """
     from impress_cli.importance_tables import fidelity_object, fidelity_table
     from pipelines.bench_fidelity import bench_documents, bench_stored, stored_evidence
-    from pipelines.fidelity_cases import CaseOptions
-    from pipelines.fidelity_values import EVIDENCE_ORDER, FidelityOptions
+    from pipelines.fidelity_values import EVIDENCE_ORDER, CaseOptions, FidelityOptions
     from pipelines.plots import plot_fidelity, require_plots
 
     ui, subject = ui_of(ctx), Subject(documents, store, model, dtype, device, threads, directory)
+    choice = Choice(alpha=alpha, threshold=threshold, fallback=fallback)
     options = FidelityOptions(
         CaseOptions(
-            PREFIX_TOKENS if prefix_tokens is None else prefix_tokens,
-            prefixes,
-            query_tokens,
-            HISTORY if history is None else history,
-            queries,
+            prefix_tokens=PREFIX_TOKENS if prefix_tokens is None else prefix_tokens,
+            prefixes=prefixes,
+            query_tokens=query_tokens,
+            history=HISTORY if history is None else history,
+            history_from=(history_from or HistoryFrom.OTHERS).value,
+            queries=queries,
         ),
-        shares(retention, "--retention"),
-        EVIDENCE_ORDER if evidence is None else words(evidence, "--evidence"),
-        words(sets, "--sets"),
-        words(attend, "--attend"),
-        numbers(chunk_tokens or "16", "--chunk-tokens"),
-        numbers(sketch_bits or "2", "--sketch-bits"),
+        retention=shares(retention, "--retention"),
+        evidence=EVIDENCE_ORDER if evidence is None else words(evidence, "--evidence"),
+        sets=words(sets, "--sets"),
+        attend=words(attend, "--attend"),
+        chunk_tokens=numbers(chunk_tokens or "16", "--chunk-tokens"),
+        sketch_bits=numbers(sketch_bits or "2", "--sketch-bits"),
+        rows=words("auto" if rows is None else rows, "--rows"),
+        shared=choice.options({}),
     )
+    given = [*choice.given(), *([] if rows is None else ["rows"])]
     only_documents = {
         "prefix-tokens": prefix_tokens,
         "history": history,
+        "history-from": history_from,
         "chunk-tokens": chunk_tokens,
         "sketch-bits": sketch_bits,
         "dir": directory,
@@ -164,8 +170,11 @@ def fidelity(
         for name in options.evidence:
             if name not in held:
                 ui.note(f"the store holds no probe data of the kind {name!r}: it is left out")
+        _note_idle(ui, given, held)
         return bench_stored(loaded, replace(options, evidence=held), opened, progress)
 
+    if store is None:
+        _note_idle(ui, given, options.evidence)
     loaded, report = subject.measure(
         ui,
         lambda loaded, texts, folder, progress: bench_documents(
@@ -178,6 +187,12 @@ def fidelity(
     if plot is not None:
         plot_fidelity(report, plot, picture_title(loaded))
         ui.note(f"drawn in {plot}")
+
+
+def _note_idle(ui: Ui, given: Sequence[str], evidence: Sequence[str]) -> None:
+    """Say which of the options given count with none of the evidence that is compared."""
+    for text in idle(given, evidence):
+        ui.note(text)
 
 
 def similarity(
@@ -213,7 +228,7 @@ def similarity(
     """
     from impress_cli.importance_tables import agreement_table, similarity_object, totals_table
     from pipelines.bench_similarity import SimilarityOptions, bench_documents, bench_stored
-    from pipelines.fidelity_cases import CaseOptions
+    from pipelines.fidelity_values import CaseOptions
     from pipelines.plots import plot_similarity, require_plots
 
     ui, subject = ui_of(ctx), Subject(documents, store, model, dtype, device, threads, directory)

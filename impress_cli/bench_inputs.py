@@ -8,6 +8,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
@@ -26,6 +27,14 @@ if TYPE_CHECKING:
 Report = TypeVar("Report")
 
 PREFIX_TOKENS = 2048
+
+
+class HistoryFrom(StrEnum):
+    """Whose queries are the history that static knows importance from."""
+
+    OTHERS = "others"
+    SAME = "same"
+
 
 DocumentsOption = Annotated[
     Path | None,
@@ -62,6 +71,44 @@ PrefixesOption = Annotated[
 QueryTokensOption = Annotated[
     int,
     typer.Option("--query-tokens", metavar="N", help="Length of a query that continues a text."),
+]
+QueriesOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--queries",
+        metavar="FILE",
+        help='JSON lines {"prefix": …, "prompt": …} instead of continuations; without '
+        "'prefix' a line is asked of every prefix.",
+        show_default=False,
+    ),
+]
+HistoryOption = Annotated[
+    int | None,
+    typer.Option(
+        "--history",
+        metavar="N",
+        help="Other queries per prefix, at most, from which static knows importance. Default: 6.",
+        show_default=False,
+    ),
+]
+HistoryFromOption = Annotated[
+    HistoryFrom | None,
+    typer.Option(
+        "--history-from",
+        help="Where those queries come from: others (default), what is asked of the other "
+        "prefixes; same, later windows of the same text, which know what it is about.",
+        show_default=False,
+    ),
+]
+ComparedRowsOption = Annotated[
+    str | None,
+    typer.Option(
+        "--rows",
+        metavar="NAME,…",
+        help="With evidence sketch, which rows of a query are scored: auto, all, sampled. "
+        "Default: auto, sampled with attend loaded, else all.",
+        show_default=False,
+    ),
 ]
 FolderOption = Annotated[
     Path | None,

@@ -12,8 +12,12 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from pipelines.bench_similarity import SimilarityOptions, SimilarityReport
-    from pipelines.fidelity_cases import CaseOptions
-    from pipelines.fidelity_values import FidelityOptions, FidelityReport, FidelityRow
+    from pipelines.fidelity_values import (
+        CaseOptions,
+        FidelityOptions,
+        FidelityReport,
+        FidelityRow,
+    )
     from pipelines.similarity_rows import SimilarityRow
 
 _MEANS = (
@@ -30,11 +34,27 @@ _MEANS = (
 
 def fidelity_object(report: FidelityReport, options: FidelityOptions) -> dict[str, Any]:
     """JSON object of a report (docs/json.md, ``impress.bench-fidelity/1``)."""
-    return {"rows": [_fidelity_row(row) for row in report.rows], **_cases(report, options.cases)}
+    shared = options.shared
+    return {
+        "rows": [_fidelity_row(row) for row in report.rows],
+        **_cases(report, options.cases),
+        "history_from": report.history_from,
+        **{name: getattr(shared, name) for name in ("alpha", "threshold", "fallback")},
+    }
 
 
 def _fidelity_row(row: FidelityRow) -> dict[str, Any]:
-    names = ("evidence", "bits", "sets", "attend", "order", "chunk_tokens", "retention", "n")
+    names = (
+        "evidence",
+        "bits",
+        "rows",
+        "sets",
+        "attend",
+        "order",
+        "chunk_tokens",
+        "retention",
+        "n",
+    )
     return {
         **{name: getattr(row, name) for name in names},
         "kl_mean": row.mean("kl"),
@@ -56,9 +76,14 @@ def _cases(report: FidelityReport | SimilarityReport, cases: CaseOptions) -> dic
 
 
 def fidelity_table(report: FidelityReport) -> Table:
-    """Table of ``impress bench fidelity``: one line per combination."""
+    """Table of ``impress bench fidelity``: one line per combination.
+
+    A column says which rows sketches scored, where they differ in that.
+    """
+    some_rows = len({row.rows for row in report.rows if row.rows is not None}) > 1
     table = table_of(
         "evidence",
+        *(("rows",) if some_rows else ()),
         "sets",
         "attend",
         ">chunk",
@@ -80,7 +105,8 @@ def fidelity_table(report: FidelityReport) -> Table:
         if before not in (None, group):
             table.add_section()
         before = group
-        table.add_row(*_fidelity_cells(row))
+        name, *rest = _fidelity_cells(row)
+        table.add_row(name, *((row.rows or "",) if some_rows else ()), *rest)
     table.caption = (
         f"{report.rows[0].n} queries behind {len(report.prefixes)} prefixes; KL: divergence from "
         "the full answer in nats, mean, least and largest over queries; NLL: per token of the "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +12,7 @@ from impress_cli.options import JsonOption, StoreOption
 from impress_cli.ui import ui_of
 
 if TYPE_CHECKING:
-    from store.index.catalog import NodeRow, PrefixRow
+    from store.index.rows import NodeRow, PrefixRow, ProbeRow
 
 
 def command(ctx: typer.Context, store: StoreOption, json_output: JsonOption = False) -> None:
@@ -22,7 +23,7 @@ def command(ctx: typer.Context, store: StoreOption, json_output: JsonOption = Fa
 
     ui = ui_of(ctx)
     with opened_store(ui, store) as opened:
-        prefixes = prefix_objects(opened.prefixes(), opened.nodes())
+        prefixes = prefix_objects(opened.prefixes(), opened.nodes(), opened.probe_rows())
         total_bytes = opened.size_bytes()
     if json_output:
         ui.json(envelope("ls", {"prefixes": prefixes, "bytes": total_bytes}))
@@ -33,9 +34,17 @@ def command(ctx: typer.Context, store: StoreOption, json_output: JsonOption = Fa
     ui.show(prefix_table(prefixes, total_bytes))
 
 
-def prefix_objects(prefixes: Sequence[PrefixRow], nodes: Sequence[NodeRow]) -> list[dict[str, Any]]:
-    """JSON objects of prefixes; ``bytes`` counts the nodes a prefix shares with others in full."""
+def prefix_objects(
+    prefixes: Sequence[PrefixRow], nodes: Sequence[NodeRow], probes: Sequence[ProbeRow]
+) -> list[dict[str, Any]]:
+    """JSON objects of prefixes, with what they share with others counted in full.
+
+    ``bytes`` are those of the KV, ``probe_bytes`` those of the probe layouts beside it.
+    """
     by_id = {node.node_id: node for node in nodes}
+    beside: Counter[str] = Counter()
+    for probe in probes:
+        beside[probe.node_id] += probe.bytes
     objects = []
     for row in prefixes:
         path = []
@@ -49,6 +58,7 @@ def prefix_objects(prefixes: Sequence[PrefixRow], nodes: Sequence[NodeRow]) -> l
                 "name": row.name,
                 "tokens": row.length,
                 "bytes": sum(node.bytes for node in path),
+                "probe_bytes": sum(beside[node.node_id] for node in path),
                 "nodes": len(path),
                 "created": row.created,
             }

@@ -30,6 +30,7 @@ from impress_cli.retention import (
     EvidenceOption,
     FallbackOption,
     RetentionOption,
+    RowsOption,
     SetsOption,
     ThresholdOption,
 )
@@ -82,6 +83,7 @@ def command(
     evidence: EvidenceOption = None,
     attend: AttendOption = None,
     sets: SetsOption = None,
+    rows: RowsOption = None,
     alpha: AlphaOption = None,
     threshold: ThresholdOption = None,
     fallback: FallbackOption = None,
@@ -129,6 +131,7 @@ def command(
         evidence=evidence,
         attend=attend,
         sets=sets,
+        rows=rows,
         alpha=alpha,
         threshold=threshold,
         fallback=fallback,

@@ -49,7 +49,7 @@ def format_date(seconds: float) -> str:
 
 def prefix_table(prefixes: Iterable[Mapping[str, Any]], total_bytes: int) -> Table:
     """Table of ``impress ls``."""
-    table = table_of("prefix", "name", ">tokens", ">bytes", "created")
+    table = table_of("prefix", "name", ">tokens", ">KV", ">probe", "created")
     count = 0
     for prefix in prefixes:
         count += 1
@@ -58,11 +58,12 @@ def prefix_table(prefixes: Iterable[Mapping[str, Any]], total_bytes: int) -> Tab
             prefix["name"],
             format_count(prefix["tokens"]),
             format_bytes(prefix["bytes"]),
+            format_bytes(prefix["probe_bytes"]),
             format_date(prefix["created"]),
         )
     table.caption = (
-        f"{count} prefixes; the store takes {format_bytes(total_bytes)} "
-        "(what prefixes share is stored once)"
+        f"{count} prefixes; the store takes {format_bytes(total_bytes)} (what prefixes share is "
+        "stored once, and counted here for each); probe: the data that questions choose by"
     )
     table.caption_justify = "left"
     return table

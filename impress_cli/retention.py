@@ -6,7 +6,7 @@ have no effect. What the values mean is `store.itf.options`'s.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated, Any, Self
@@ -42,6 +42,14 @@ class Sets(StrEnum):
 
     ONE = "one"
     PER_HEAD = "per-head"
+
+
+class Rows(StrEnum):
+    """Which query rows a sketch scores."""
+
+    AUTO = "auto"
+    ALL = "all"
+    SAMPLED = "sampled"
 
 
 class Fallback(StrEnum):
@@ -90,6 +98,16 @@ SetsOption = Annotated[
         show_default=False,
     ),
 ]
+RowsOption = Annotated[
+    Rows | None,
+    typer.Option(
+        "--rows",
+        help="With evidence sketch, which rows of the question's queries are scored: all; sampled, "
+        "where the query heads of a KV head take turns; auto (default), sampled with --attend "
+        "loaded, else all.",
+        show_default=False,
+    ),
+]
 AlphaOption = Annotated[
     float | None,
     typer.Option(
@@ -119,9 +137,9 @@ FallbackOption = Annotated[
     ),
 ]
 
-#: Options that need probe heads to compare, and one that they leave no room for: where they
-#: agree there is one set, after a fallback one per KV head.
-_NEED_HEADS, _NOT_WITH_HEADS = {"alpha", "threshold", "fallback"}, {"sets"}
+#: Options that need probe heads to compare, one that they leave no room for (where they agree
+#: there is one set, after a fallback one per KV head), and one that needs a sketch.
+_NEED_HEADS, _NOT_WITH_HEADS, _NEED_SKETCH = {"alpha", "threshold", "fallback"}, {"sets"}, {"rows"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +153,7 @@ class Choice:
     evidence: str | None = None
     attend: str | None = None
     sets: str | None = None
+    rows: str | None = None
     alpha: float | None = None
     threshold: float | None = None
     fallback: str | None = None
@@ -166,7 +185,7 @@ class Choice:
         """Return what should be said about a question with these options, one sentence each."""
         used, given = self.options(recipe), self.given()
         if plan == "force-recompute":
-            return _without_effect(given, "when everything is recomputed")
+            return _without_effect(set(given), "when everything is recomputed")
         if not used.sparse:
             friends = {name for name in given if name != "retention"}
             why = "at retention 1.0, which loads everything; set one below 1, such as 0.25"
@@ -181,11 +200,24 @@ class Choice:
 
     def idle(self, evidence: str) -> list[str]:
         """Return what should be said where this evidence was used: options without effect."""
-        names = _NOT_WITH_HEADS if evidence == "heads" else _NEED_HEADS
-        return _without_effect(names & set(self.given()), f"with evidence {evidence}")
+        return idle(self.given(), [evidence])
 
 
-def _without_effect(names: Any, why: str) -> list[str]:
+def idle(given: Iterable[str], evidence: Sequence[str]) -> list[str]:
+    """Return what should be said of options that have an effect with none of these evidences."""
+    names = set(given)
+    for one in evidence:
+        names &= _idle_names(one)
+    return _without_effect(names, f"with evidence {', '.join(evidence)}")
+
+
+def _idle_names(evidence: str) -> set[str]:
+    """Options without effect with one evidence."""
+    names = _NOT_WITH_HEADS if evidence == "heads" else _NEED_HEADS
+    return names if evidence == "sketch" else names | _NEED_SKETCH
+
+
+def _without_effect(names: set[str], why: str) -> list[str]:
     listed = " and ".join(sorted(names))
     have = "has" if len(names) == 1 else "have"
     return [f"{listed} {have} no effect {why}"] if listed else []

@@ -37,10 +37,13 @@ def opened_store(
     ``host_budget_bytes`` None leaves the engine's own.
     """
     from store.engine import PrefixStore
+    from store.run_maker import MemoryOptions
 
     options = (disk or DiskSettings()).io_options()
-    budget = {} if host_budget_bytes is None else {"host_budget_bytes": host_budget_bytes}
-    with PrefixStore.open(path, identity=identity, io=options, device=device, **budget) as store:
+    memory = None if host_budget_bytes is None else MemoryOptions(sketch_bytes=host_budget_bytes)
+    with PrefixStore.open(
+        path, identity=identity, io=options, device=device, memory=memory
+    ) as store:
         announce(ui, store)
         yield store
 

@@ -1,8 +1,8 @@
 """How far sparse answers are from full ones, and at how many bytes (`impress bench fidelity`).
 
-Every combination of evidence, sets, attention and retention runs through the engine, on the same
-stored prefixes and queries, against the same engine that loads everything. All comparisons are
-paired: each row keeps its value for every query.
+Every combination of evidence, rows, sets, attention and retention runs through the engine, on the
+same stored prefixes and queries, against the same engine that loads everything. All comparisons
+are paired: each row keeps its value for every query.
 """
 
 from __future__ import annotations
@@ -15,12 +15,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from pipelines.fidelity_cases import BenchCase, Cases, document_cases, stored_cases
+from pipelines.fidelity_cases import document_cases, stored_cases
 from pipelines.fidelity_measure import compare, mean_nll, recall
 from pipelines.fidelity_store import BenchStores, Layout, Outcome, run_query, temporary_stores
 from pipelines.fidelity_values import (
     EVIDENCE_ORDER,
     EXACT,
+    BenchCase,
+    Cases,
     Combination,
     FidelityOptions,
     FidelityReport,
@@ -154,9 +156,10 @@ class _Bench:
         progress: Progress,
     ) -> None:
         self.stores, self.layouts, self.found = stores, layouts, found
-        self.combinations = options.combinations()
+        self.combinations, self.shared = options.combinations(), options.shared
         self.progress = progress
-        self.warnings = list(found.warnings)
+        compared = "static" in options.evidence
+        self.warnings = [*found.warnings, *(found.history_notes if compared else ())]
         self.exact: list[Pair] = []
         self.pairs: dict[Combination, list[Pair]] = {one: [] for one in self.combinations}
         self.done = 0
@@ -192,10 +195,12 @@ class _Bench:
     def report(self) -> FidelityReport:
         """What was measured so far."""
         first = self.combinations[0]
-        exact = FidelityRow(EXACT, None, None, None, first.chunk_tokens, 1.0, tuple(self.exact))
+        size, full = first.chunk_tokens, tuple(self.exact)
+        exact = FidelityRow(EXACT, None, None, None, None, size, 1.0, full)
         rows = [FidelityRow(*one, tuple(pairs)) for one, pairs in self.pairs.items() if pairs]
         prefixes = [(case.name, len(case.prefix_ids)) for case in self.found.cases]
-        return FidelityReport([exact, *rows], prefixes, self.warnings)
+        source = self.found.history_from
+        return FidelityReport([exact, *rows], prefixes, self.warnings, source)
 
     def _left_out(self, case: BenchCase) -> str | None:
         """The evidence ``static`` where no earlier query tells what matters in this prefix."""
@@ -236,7 +241,7 @@ class _Bench:
         one: Combination,
         reference: _Reference,
     ) -> Pair:
-        sparse = one.sparse(seed=len(self.exact))
+        sparse = one.sparse(self.shared, seed=len(self.exact))
         with self.stores.open(self._layout(one)) as store:
             outcome = run_query(store, self.stores.model, case.prefix_ids, query, sparse=sparse)
         kl, top1 = compare(reference.outcome.logits, outcome.logits)

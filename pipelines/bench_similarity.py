@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from pipelines.fidelity_cases import BenchCase, CaseOptions, Cases, document_cases, stored_cases
+from pipelines.fidelity_cases import document_cases, stored_cases
 from pipelines.fidelity_store import BenchStores, Layout, run_query, temporary_stores
-from pipelines.fidelity_values import require_chunk_tokens
+from pipelines.fidelity_values import BenchCase, CaseOptions, Cases, require_chunk_tokens
 from pipelines.progress import Progress, ProgressEvent, silent
 from pipelines.similarity_rows import Part, SimilarityRow, head_sums, layer_row, mean_row
 from store.itf.options import SparseOptions

@@ -2,27 +2,30 @@
 
 From a folder of documents, a prefix is the first tokens of a document (short ones are joined) and
 the query is the document's own continuation. Questions from a file replace the continuations. A
-store's prefixes are used as they are. It runs no model.
+store's prefixes are used as they are. It runs no model; which queries make a history is
+`fidelity_history`'s.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from pipelines.fidelity_history import kept_back, with_history
 from pipelines.fidelity_texts import (
     Question,
     TextStream,
     document_streams,
+    named_documents,
     read_questions,
     text_files,
 )
+from pipelines.fidelity_values import BenchCase, CaseOptions, Cases
 from pipelines.text import encode_prefix, encode_question, read_text
 from store.errors import ChunkLoadError, InvalidValueError, PromptError, SourceError
 
@@ -32,63 +35,10 @@ if TYPE_CHECKING:
     from store.index.rows import PrefixRow
 
 
-@dataclass(frozen=True, slots=True)
-class CaseOptions:
-    """Which prefixes and queries are measured.
-
-    Parameters
-    ----------
-    prefix_tokens
-        Length of a prefix taken from documents; stored prefixes keep their own.
-    prefixes
-        How many prefixes at most.
-    query_tokens
-        Length of a query that continues its document.
-    history
-        Other queries per prefix, from which the evidence ``static`` takes its importance.
-    queries
-        JSON lines ``{"prefix": …, "prompt": …}`` instead of continuations; a line without
-        ``prefix`` is asked of every prefix.
-    """
-
-    prefix_tokens: int = 2048
-    prefixes: int = 8
-    query_tokens: int = 64
-    history: int = 6
-    queries: Path | None = None
-
-    def __post_init__(self) -> None:
-        for name, least in (("prefix_tokens", 1), ("prefixes", 1), ("query_tokens", 1)):
-            _at_least(name, getattr(self, name), least)
-        _at_least("history", self.history, 0)
-
-
-def _at_least(name: str, value: int, least: int) -> None:
-    if value < least:
-        raise InvalidValueError(
-            f"--{name.replace('_', '-')} {value} is not allowed; give {least} or more"
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class BenchCase:
-    """One prefix, uint32 (n,); ``queries`` are measured, ``history`` are others, each uint32."""
-
-    name: str
-    prefix_ids: np.ndarray
-    queries: tuple[np.ndarray, ...]
-    history: tuple[np.ndarray, ...] = ()
-
-
-class Cases(NamedTuple):
-    """The cases, at least one, and what has to be said about them."""
-
-    cases: list[BenchCase]
-    warnings: list[str]
-
-
 def document_cases(model: LoadedModel, folder: Path, options: CaseOptions) -> Cases:
     """Cases from text files.
+
+    Continuations are the same whatever ``history_from`` says, so that they can be compared.
 
     Raises
     ------
@@ -99,37 +49,36 @@ def document_cases(model: LoadedModel, folder: Path, options: CaseOptions) -> Ca
     """
     paths = text_files(folder)
     if options.queries is None:
-        return _continued_documents(model, folder, paths, options)
-    return _asked_documents(model, folder, paths, options, read_questions(options.queries))
+        asked = own = _continued_documents(model, paths, options)
+    else:
+        asked = _asked_documents(model, paths, options, read_questions(options.queries))
+        own = [kept_back(case, options.history) for case in asked]
+    found = _checked(asked, [], options, _too_short(folder, options))
+    return with_history(found, own, options, model.max_positions)
 
 
 def _asked_documents(
-    model: LoadedModel,
-    folder: Path,
-    paths: list[Path],
-    options: CaseOptions,
-    questions: list[Question],
-) -> Cases:
+    model: LoadedModel, paths: list[Path], options: CaseOptions, questions: list[Question]
+) -> list[BenchCase]:
     """Documents that questions name, cut to length; all of them, joined, where none does."""
     template, longest = "auto", options.prefix_tokens
     if any(question.prefix for question in questions):
-        named = _named_documents(paths, questions)
+        named = named_documents(paths, questions)
         whole = (encode_prefix(model.tokenizer, read_text(path), template) for path in named)
         streams: Iterator[TextStream] = (
             TextStream(path.stem, ids) for path, ids in zip(named, whole, strict=True)
         )
     else:
         streams = document_streams(paths, model.tokenizer, longest, longest, template)
-    cases = [
-        _asked(model, stream.name, stream.ids[:longest], template, questions, options.history)
+    return [
+        _asked(model, stream.name, stream.ids[:longest], template, questions)
         for stream in islice(streams, options.prefixes)
     ]
-    return _checked(cases, [], options, _too_short(folder, longest, options))
 
 
 def _continued_documents(
-    model: LoadedModel, folder: Path, paths: list[Path], options: CaseOptions
-) -> Cases:
+    model: LoadedModel, paths: list[Path], options: CaseOptions
+) -> list[BenchCase]:
     prefix, query = options.prefix_tokens, options.query_tokens
     least = prefix + query
     if least > model.max_positions:
@@ -139,18 +88,13 @@ def _continued_documents(
         )
     wanted = least + query * options.history
     streams = document_streams(paths, model.tokenizer, wanted, least)
-    cases = [continued(stream, options) for stream in islice(streams, options.prefixes)]
-    warnings = [
-        f"{case.name}: {len(case.history)} of {options.history} history queries, its text ends"
-        for case in cases
-        if len(case.history) < options.history
-    ]
-    return _checked(cases, warnings, options, _too_short(folder, least, options))
+    return [continued(stream, options) for stream in islice(streams, options.prefixes)]
 
 
-def _too_short(folder: Path, least: int, options: CaseOptions) -> SourceError:
-    parts = f"--prefix-tokens {options.prefix_tokens}"
+def _too_short(folder: Path, options: CaseOptions) -> SourceError:
+    least, parts = options.prefix_tokens, f"--prefix-tokens {options.prefix_tokens}"
     if options.queries is None:
+        least += options.query_tokens
         parts += f" and --query-tokens {options.query_tokens}"
     return SourceError(
         f"{folder}: all documents together have fewer than the {least} tokens that {parts} need; "
@@ -169,7 +113,7 @@ def _checked(
 
 
 def continued(stream: TextStream, options: CaseOptions) -> BenchCase:
-    """Cut a document into prefix, query and history.
+    """Cut a document into prefix, query and a history of its own.
 
     ::
 
@@ -181,35 +125,16 @@ def continued(stream: TextStream, options: CaseOptions) -> BenchCase:
     return BenchCase(stream.name, stream.ids[:first], (windows[0],), tuple(windows[1:]))
 
 
-def _named_documents(paths: Iterable[Path], questions: Iterable[Question]) -> list[Path]:
-    """Documents that questions name by file name with or without its ending, each once."""
-    known = {key: path for path in paths for key in (path.stem, path.name, str(path))}
-    found: dict[Path, None] = {}
-    for question in questions:
-        if question.prefix is None:
-            continue
-        if question.prefix not in known:
-            raise SourceError(
-                f"{question.where}: no document {question.prefix!r} in the folder; name one of "
-                "its files"
-            )
-        found[known[question.prefix]] = None
-    return list(found)
-
-
 def _asked(
     model: LoadedModel,
     name: str,
     ids: np.ndarray,
     template: str,
     questions: Iterable[Question],
-    history: int,
 ) -> BenchCase:
-    """A prefix with its questions; of several, the last ones are kept back as its history."""
+    """A prefix with its questions."""
     prompts = [q.prompt for q in questions if q.prefix is None or Path(q.prefix).stem == name]
-    queries = question_ids(model, name, ids, template, prompts)
-    measured = max(1, len(queries) - history)
-    return BenchCase(name, ids, queries[:measured], queries[measured:])
+    return BenchCase(name, ids, question_ids(model, name, ids, template, prompts))
 
 
 def question_ids(

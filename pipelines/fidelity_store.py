@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from pipelines.attention import forward, prefill
-from pipelines.fidelity_cases import BenchCase
+from pipelines.fidelity_values import BenchCase
 from store.engine import PrefixStore
 from store.errors import InvalidValueError, StoreFullError
 from store.fetch import Observer

@@ -54,6 +54,25 @@ def text_files(folder: Path) -> list[Path]:
     return expand_folders([folder])
 
 
+def named_documents(paths: Iterable[Path], questions: Iterable[Question]) -> list[Path]:
+    """Documents that questions name by file name with or without its ending, each once.
+
+    Raises SourceError naming the line of the file of questions.
+    """
+    known = {key: path for path in paths for key in (path.stem, path.name, str(path))}
+    found: dict[Path, None] = {}
+    for question in questions:
+        if question.prefix is None:
+            continue
+        if question.prefix not in known:
+            raise SourceError(
+                f"{question.where}: no document {question.prefix!r} in the folder; name one of "
+                "its files"
+            )
+        found[known[question.prefix]] = None
+    return list(found)
+
+
 class TextStream(NamedTuple):
     """Tokens of one document, or of several joined, uint32 (n,)."""
 
@@ -68,9 +87,10 @@ def document_streams(
     least: int,
     template: str = "none",
 ) -> Iterator[TextStream]:
-    """Yield documents of ``wanted`` tokens or more as they are, then shorter ones joined in order.
+    """Yield documents of ``least`` tokens or more as they are, then shorter ones joined in order.
 
-    The last one yielded may end early, but has ``least`` tokens.
+    A stream is cut after ``wanted`` tokens; shorter documents are joined until there are as many,
+    or until there are no more.
     """
     short: list[tuple[str, str]] = []
     for path in paths:
@@ -78,7 +98,7 @@ def document_streams(
         if not text.strip():
             continue
         ids = encode_prefix(tokenizer, text, template)
-        if len(ids) >= wanted:
+        if len(ids) >= least:
             yield TextStream(path.stem, ids[:wanted])
         else:
             short.append((path.stem, text))

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import product
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
-from pipelines.fidelity_cases import CaseOptions
 from store.errors import InvalidValueError
-from store.itf.options import ATTEND, SETS, SparseOptions
+from store.itf.options import ATTEND, ROWS, SETS, SparseOptions
 from store.itf.sketch import check_bits
 from store.types import MAX_CHUNK_TOKENS, MIN_CHUNK_TOKENS
 
@@ -19,16 +19,91 @@ from store.types import MAX_CHUNK_TOKENS, MIN_CHUNK_TOKENS
 EVIDENCE_ORDER = ("full", "sketch", "heads", "static", "random")
 #: Evidence of the reference's own row.
 EXACT = "exact"
+#: Where a history may come from (`fidelity_history`).
+HISTORY_FROM = ("others", "same")
 #: Rows are stored in token order until a store is reordered.
 ORDER = "original"
+
+
+@dataclass(frozen=True, slots=True)
+class CaseOptions:
+    """Which prefixes and queries are measured.
+
+    Parameters
+    ----------
+    prefix_tokens
+        Length of a prefix taken from documents; stored prefixes keep their own.
+    prefixes
+        How many prefixes at most.
+    query_tokens
+        Length of a query that continues its document.
+    history
+        Other queries per prefix, up to as many, from which the evidence ``static`` takes its
+        importance.
+    history_from
+        ``others``: the measured queries of the other prefixes, which know nothing of this one;
+        ``same``: of this prefix, the next windows of its continuation, which know what the
+        measured one is about, or the last of its questions, which are then not measured.
+    queries
+        JSON lines ``{"prefix": …, "prompt": …}`` instead of continuations; a line without
+        ``prefix`` is asked of every prefix.
+    """
+
+    prefix_tokens: int = 2048
+    prefixes: int = 8
+    query_tokens: int = 64
+    history: int = 6
+    history_from: str = "others"
+    queries: Path | None = None
+
+    def __post_init__(self) -> None:
+        for name, least in (("prefix_tokens", 1), ("prefixes", 1), ("query_tokens", 1)):
+            _at_least(name, getattr(self, name), least)
+        _at_least("history", self.history, 0)
+        if self.history_from not in HISTORY_FROM:
+            raise InvalidValueError(
+                f"--history-from {self.history_from!r} is not known; use one of "
+                f"{', '.join(HISTORY_FROM)}"
+            )
+
+
+def _at_least(name: str, value: int, least: int) -> None:
+    if value < least:
+        raise InvalidValueError(
+            f"--{name.replace('_', '-')} {value} is not allowed; give {least} or more"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class BenchCase:
+    """One prefix, uint32 (n,); ``queries`` are measured, ``history`` are others, each uint32."""
+
+    name: str
+    prefix_ids: np.ndarray
+    queries: tuple[np.ndarray, ...]
+    history: tuple[np.ndarray, ...] = ()
+
+
+class Cases(NamedTuple):
+    """The cases, at least one, and what has to be said about them.
+
+    ``history_from`` is where their history comes from in the end, None where they have none of
+    their own; ``history_notes`` are for those who use it.
+    """
+
+    cases: list[BenchCase]
+    warnings: list[str]
+    history_from: str | None = None
+    history_notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class FidelityOptions:
     """What is compared; raises `InvalidValueError` for a value that is not allowed.
 
-    Every evidence is combined with every other value. ``chunk_tokens`` and ``sketch_bits`` are
-    those of the temporary stores.
+    Every evidence is combined with every other value, a sketch with ``rows`` as well.
+    ``chunk_tokens`` and ``sketch_bits`` are those of the temporary stores. All that is compared
+    takes what else there is to choose (``alpha``, ``threshold``, ``fallback``) from ``shared``.
     """
 
     cases: CaseOptions = field(default_factory=CaseOptions)
@@ -38,12 +113,15 @@ class FidelityOptions:
     attend: tuple[str, ...] = ("selected", "loaded")
     chunk_tokens: tuple[int, ...] = (16,)
     sketch_bits: tuple[int, ...] = (2,)
+    rows: tuple[str, ...] = ("auto",)
+    shared: SparseOptions = field(default_factory=SparseOptions)
 
     def __post_init__(self) -> None:
         for name, given, allowed in (
             ("evidence", self.evidence, EVIDENCE_ORDER),
             ("sets", self.sets, SETS),
             ("attend", self.attend, ATTEND),
+            ("rows", self.rows, ROWS),
         ):
             _require_known(name, given, allowed)
         for value in self.retention:
@@ -55,11 +133,13 @@ class FidelityOptions:
     def combinations(self) -> list[Combination]:
         """All combinations, in the order of the rows."""
         return [
-            Combination(evidence, bits, sets, attend, chunk_tokens, retention)
+            Combination(evidence, bits, rows, sets, attend, chunk_tokens, retention)
             for chunk_tokens, retention, evidence in product(
                 self.chunk_tokens, self.retention, self.evidence
             )
-            for bits in (self.sketch_bits if evidence == "sketch" else (None,))
+            for bits, rows in (
+                product(self.sketch_bits, self.rows) if evidence == "sketch" else ((None, None),)
+            )
             for sets, attend in product(self.sets, self.attend)
         ]
 
@@ -84,22 +164,25 @@ def _require_known(name: str, given: Iterable[str], allowed: tuple[str, ...]) ->
 
 
 class Combination(NamedTuple):
-    """One way to be sparse; ``bits`` only of the evidence ``sketch``."""
+    """One way to be sparse; ``bits`` and ``rows`` only of the evidence ``sketch``."""
 
     evidence: str
     bits: int | None
+    rows: str | None
     sets: str
     attend: str
     chunk_tokens: int
     retention: float
 
-    def sparse(self, seed: int) -> SparseOptions:
-        """The engine's value; ``seed`` draws the control ``random``."""
-        return SparseOptions(
+    def sparse(self, shared: SparseOptions, seed: int) -> SparseOptions:
+        """The engine's value, the rest from ``shared``; ``seed`` draws the control ``random``."""
+        return replace(
+            shared,
             retention=self.retention,
             evidence=self.evidence,
             attend=self.attend,
             sets=self.sets,
+            rows=self.rows or shared.rows,
             seed=seed,
         )
 
@@ -147,6 +230,7 @@ class FidelityRow:
 
     evidence: str
     bits: int | None
+    rows: str | None
     sets: str | None
     attend: str | None
     chunk_tokens: int
@@ -189,9 +273,11 @@ class FidelityRow:
 class FidelityReport:
     """Result: the reference's row first, then one per combination.
 
-    ``prefixes`` are names and lengths in tokens.
+    ``prefixes`` are names and lengths in tokens. ``history_from`` is where ``static`` learned from,
+    None where there was no history, or where it was what a store's own queries left.
     """
 
     rows: list[FidelityRow]
     prefixes: list[tuple[str, int]]
     warnings: list[str]
+    history_from: str | None = None

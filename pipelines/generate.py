@@ -29,6 +29,7 @@ log = logging.getLogger(__name__)
 
 PLANS = ("auto", "force-load", "force-recompute")
 INSERTS = ("exact", "never")
+_READ_ONLY = "the store can't be written, so the prefix was not stored"
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,7 +240,7 @@ def _keep_prefix(
     if options.insert == "never" or start >= end:
         return 0, ""
     if store.read_only:
-        return 0, "the store can't be written, so the prefix was not stored"
+        return 0, _READ_ONLY
     try:
         result = store.insert(
             prefix_ids,
@@ -267,8 +268,10 @@ def _keep_exact(
 
     What the answer computed attended to a part of the prefix, and so is not what is stored.
     """
-    if options.insert == "never" or match.matched_len >= len(prefix_ids) or store.read_only:
+    if options.insert == "never" or match.matched_len >= len(prefix_ids):
         return 0, ""
+    if store.read_only:
+        return 0, _READ_ONLY
     run, again = store.begin(prefix_ids, max_new_tokens=0)
     with run:
         try:
@@ -290,6 +293,7 @@ def _count(store: PrefixStore, stats: QueryStats, eligible_tokens: int) -> None:
                 "reused_tokens": stats.reused_tokens,
                 "forward_tokens": stats.forward_tokens,
                 "disk_bytes": stats.bytes["disk"],
+                "host_bytes": stats.bytes["host"],
                 "read_bytes": stats.read_bytes,
                 "recovered_chunks": stats.recovered_chunks,
                 "ttft_s": stats.ttft_s,

@@ -80,8 +80,10 @@ def mend_probes(
     StoreLockedError, ReadOnlyStoreError, StoreFullError
         Sidecars written before stay.
     """
+    here = {row.node_id for row in store.nodes()}
     for place in bad:
-        if place.array.startswith(PROBE_PREFIX):
+        # One that was split or removed since the scrub is no longer anybody's concern.
+        if place.array.startswith(PROBE_PREFIX) and place.node in here:
             node = store.node(place.node)
             store.quarantine(
                 ChunkLoadError(place.node, place.array, place.layer, -1, node.start, "corrupt")

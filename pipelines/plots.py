@@ -81,11 +81,13 @@ def _series(
 ) -> dict[tuple[str, str | None], list[FidelityRow]]:
     """Rows by (label, attend), all but the retention; labels leave out what never differs."""
     compared = [row for row in report.rows if row.evidence != EXACT]
+    some_rows = len({row.rows for row in compared if row.rows is not None}) > 1
     some_sets = len({row.sets for row in compared}) > 1
     some_sizes = len({row.chunk_tokens for row in compared}) > 1
     found: dict[tuple[str, str | None], list[FidelityRow]] = {}
     for row in rows:
         parts = [row.evidence if row.bits is None else f"{row.evidence} {row.bits} bits"]
+        parts += [f"rows {row.rows}"] if some_rows and row.rows else []
         parts += [f"sets {row.sets}"] if some_sets else []
         parts += [f"chunks of {row.chunk_tokens}"] if some_sizes else []
         found.setdefault((", ".join(parts), row.attend), []).append(row)

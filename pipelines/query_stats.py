@@ -23,6 +23,7 @@ class Attempts:
     load_s: float = 0.0
     hidden_io_s: float = 0.0
     wanted_bytes: int = 0
+    host_bytes: int = 0
     read_bytes: int = 0
     requests: int = 0
     forward_tokens: int = 0
@@ -37,6 +38,7 @@ class Attempts:
         self.load_s += counters.load_wait_s
         self.hidden_io_s += counters.hidden_io_s()
         self.wanted_bytes += counters.wanted_bytes
+        self.host_bytes += counters.host_bytes
         self.read_bytes += counters.read_bytes
         self.requests += counters.requests
 
@@ -71,7 +73,7 @@ def query_stats(
         selected_ratio=kept[0],
         loaded_ratio=kept[1],
         probe_ratio=kept[2],
-        bytes={"disk": attempts.wanted_bytes, "host": 0, "device": 0},
+        bytes={"disk": attempts.wanted_bytes, "host": attempts.host_bytes, "device": 0},
         read_bytes=attempts.read_bytes,
         requests=attempts.requests,
         fallback_layers=sum(report.fell_back for report in reports),

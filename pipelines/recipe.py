@@ -121,6 +121,7 @@ class QuerySpec(_Section):
     evidence: Literal["auto", "sketch", "heads", "full", "static", "random"] | None = None
     attend: Literal["loaded", "selected"] | None = None
     sets: Literal["one", "per-head"] | None = None
+    rows: Literal["auto", "all", "sampled"] | None = None
     alpha: float | None = Field(default=None, ge=0)
     fallback: Literal["auto", "never", "always"] | None = None
     max_new_tokens: int = Field(default=64, ge=1)

@@ -138,8 +138,8 @@ class AccessStats:
         return freed
 
     def bytes(self) -> int:
-        """Bytes that the files take on disk."""
-        return sum(size for _, size, _ in self._files())
+        """Bytes that the files and the folders they lie in take on disk, as ``du`` counts them."""
+        return sum(size for pattern in ("??", "??/*") for _, size, _ in self._files(pattern))
 
     def _find(self, node_id: str) -> NodeAccess | None:
         found = self._nodes.get(node_id)
@@ -185,9 +185,9 @@ class AccessStats:
         assert self._folder is not None
         return self._folder / node_id[:2] / f"{node_id}.npy"
 
-    def _files(self) -> Iterator[tuple[Path, int, float]]:
+    def _files(self, pattern: str = "??/*") -> Iterator[tuple[Path, int, float]]:
         """Every file with its bytes on disk and the time it was last changed."""
-        for path in () if self._folder is None else self._folder.glob("??/*"):
+        for path in () if self._folder is None else self._folder.glob(pattern):
             try:
                 found = path.stat()
             except OSError:

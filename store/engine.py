@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -17,8 +16,8 @@ import torch
 
 from store import maintenance
 from store.access import AccessStats
-from store.buffers import RunBuffers, arena_bytes
-from store.disk.io import Arena, IOOptions
+from store.chunk_load import LoadPart
+from store.disk.io import IOOptions
 from store.disk.layout import PROBE_PREFIX
 from store.disk.reader import ChunkReader
 from store.disk.sidecar import SidecarFiles
@@ -26,15 +25,14 @@ from store.disk.sidecar_layout import NodeFacts
 from store.disk.verify import VerifyReport
 from store.disk.writer import LayerKV, group_bytes, sync_dir
 from store.errors import ChunkLoadError, InvalidValueError, NotAStoreError, ReadOnlyStoreError
-from store.fetch import Fetch, FullFetch, LoadPart, Observer
+from store.fetch import Observer
 from store.files import FileTable, NodeRows
 from store.identity import ModelIdentity
 from store.index.catalog import Catalog
 from store.index.ids import Ids, prefix_id
-from store.index.radix import MatchedNode, PrefixMatch, PrefixNode
+from store.index.radix import PrefixMatch, PrefixNode
 from store.index.rows import NodeRow, PrefixRow, ProbeRow, QuarantineRow
 from store.info import CATALOG, StoreInfo, is_free, new_info, read_info, write_info
-from store.itf.evidence import Evidence
 from store.itf.options import SparseOptions
 from store.live import LiveIndex
 from store.maintenance import GcReport
@@ -45,18 +43,12 @@ from store.query_run import QueryRun
 from store.rebuild import RepairReport, rebuild_store
 from store.recorder import RunRecorder
 from store.resident import SketchCache
-from store.sparse import SparseFetch
-from store.stats import RunCounters
+from store.run_maker import MemoryOptions, RunMaker, RunRequest
 from store.types import KVShape
 
 __all__ = ["PrefixStore", "RepairReport", "rebuild_store"]
 
 log = logging.getLogger(__name__)
-
-#: Arenas kept for the next query; more would hold memory that one query at a time can't use.
-_KEPT_ARENAS = 1
-#: Memory for resident sketches unless told otherwise.
-HOST_BUDGET_BYTES = 1 << 30
 
 
 class PrefixStore:
@@ -76,21 +68,25 @@ class PrefixStore:
         info: StoreInfo,
         io: IOOptions,
         device: str = "cpu",
-        host_budget_bytes: int = HOST_BUDGET_BYTES,
+        memory: MemoryOptions | None = None,
     ) -> None:
         self.path, self.info = path, info
         self.shape: KVShape = info.identity.shape
         self._files = FileTable(path, info, info.identity.digest())
         self._index = LiveIndex(path, self._files)
         self._reader = ChunkReader(io)
-        self._device = torch.device(device)
-        self._arenas: list[Arena] = []
         self.access = AccessStats(path, self.shape, read_only=self._index.read_only)
         self._sidecars = Sidecars(path, info, self._index)
-        self._recorder = RunRecorder(self.access)
-        self._sketches = SketchCache(self._reader, host_budget_bytes)
-        self._evidence = EvidenceMaker(
-            self.shape, self._reader, self._sidecars.get, self._sketches, self.access
+        self._runs = RunMaker(
+            self.shape,
+            info.chunk_tokens,
+            self._reader,
+            torch.device(device),
+            memory or MemoryOptions(),
+            RunRecorder(self.access),
+            self._evidence_maker,
+            self.quarantine,
+            self._end_run,
         )
         self._publisher = Publisher(
             path,
@@ -125,7 +121,7 @@ class PrefixStore:
         probes: ProbeSettings | None = None,
         io: IOOptions | None = None,
         device: str = "cpu",
-        host_budget_bytes: int = HOST_BUDGET_BYTES,
+        memory: MemoryOptions | None = None,
     ) -> Self:
         """Make an empty store in a new or empty folder and open it.
 
@@ -155,7 +151,7 @@ class PrefixStore:
             write_settings(catalog, settings)
         write_info(path, info)
         sync_dir(path.parent)
-        return cls(path, info, io or IOOptions(), device, host_budget_bytes)
+        return cls(path, info, io or IOOptions(), device, memory)
 
     @classmethod
     def open(
@@ -165,7 +161,7 @@ class PrefixStore:
         identity: ModelIdentity | None = None,
         io: IOOptions | None = None,
         device: str = "cpu",
-        host_budget_bytes: int = HOST_BUDGET_BYTES,
+        memory: MemoryOptions | None = None,
     ) -> Self:
         """Open a store; loads metadata only.
 
@@ -173,8 +169,8 @@ class PrefixStore:
         ----------
         identity
             Identity of the model that will use it; None for commands that touch no KV.
-        host_budget_bytes
-            Most memory for sketches that stay resident between queries.
+        memory
+            What may stay in memory between queries.
 
         Raises
         ------
@@ -186,7 +182,7 @@ class PrefixStore:
         info = read_info(path)
         if identity is not None:
             info.identity.require(identity, str(path))
-        return cls(path, info, io or IOOptions(), device, host_budget_bytes)
+        return cls(path, info, io or IOOptions(), device, memory)
 
     def __enter__(self) -> Self:
         return self
@@ -271,55 +267,22 @@ class PrefixStore:
                 self.quarantine(error)
                 match = PrefixMatch(match.nodes[:index], node.start, "unreadable", error)
                 break
-        options = sparse or SparseOptions()
-        evidence, counters = None, RunCounters()
-        if options.sparse and parts:
-            evidence = self._make_evidence(options, list(match.nodes), counters)
-        capacity = len(ids) + max_new_tokens
-        arena = self._take_arena(arena_bytes(self.shape, capacity))
-        buffers = RunBuffers(self.shape, arena, capacity, self._device)
-        fetch: Fetch
-        if options.sparse and parts:
-            fetch = SparseFetch(parts, self._reader, buffers, options, evidence, counters)
-        else:
-            fetch = FullFetch(parts, self._reader, buffers, observer)
+        capacity, options = len(ids) + max_new_tokens, sparse or SparseOptions()
+        request = RunRequest(match.nodes, parts, capacity, options, observer, record)
+        run = self._runs.make(request)
         self._index.begin_run()
-        return QueryRun(buffers, fetch, self._end_run if record else self._end_unrecorded), match
+        return run, match
 
-    def _make_evidence(
-        self, options: SparseOptions, nodes: list[MatchedNode], counters: RunCounters
-    ) -> Evidence | None:
-        """Evidence of a query; a damaged sidecar is withdrawn, and what is left serves instead."""
-        while True:
-            try:
-                return self._evidence.make(options, nodes, counters)
-            except ChunkLoadError as error:
-                log.warning("going on without a sidecar: %s", error)
-                self.quarantine(error)
-                options = replace(options, evidence="auto")
+    def _evidence_maker(self, sketches: SketchCache) -> EvidenceMaker:
+        find = self._sidecars.get
+        return EvidenceMaker(self.shape, self._reader, find, sketches, self.access)
 
-    def _take_arena(self, size: int) -> Arena:
-        for arena in self._arenas:
-            if arena.size >= size:
-                self._arenas.remove(arena)
-                break
-        else:
-            # One that is too small is dropped rather than kept beside a larger one.
-            self._arenas.clear()
-            arena = Arena(size)
-        if self._reader.options.poison:
-            arena.poison()
-        return arena
-
-    def _end_run(self, run: QueryRun, arena: Arena | None) -> None:
-        """Take the run's memory back, and note what it found to be important."""
-        if isinstance(run.fetch, SparseFetch):
-            self._recorder.add(run.fetch)
-        self._end_unrecorded(run, arena)
-
-    def _end_unrecorded(self, _run: QueryRun, arena: Arena | None) -> None:
-        if arena is not None and len(self._arenas) < _KEPT_ARENAS:
-            self._arenas.append(arena)
+    def _end_run(self) -> None:
+        """Let go of what a run kept from being deleted, and of chunks of what is gone."""
+        if self._files.dropped and self._runs.tier is not None:
+            nodes = (self._index.tree.get(row.node_id) for row in self.nodes())
+            self._runs.tier.forget({str(self._files.group(node)) for node in nodes})
+            self._files.dropped = False
         self._index.end_run()
 
     def io_note(self) -> str | None:

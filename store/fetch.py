@@ -9,47 +9,22 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from store.buffers import RunBuffers
-from store.disk.layout import KV_ARRAYS
-from store.disk.reader import ChunkReader, NodeFiles, ReadCount, ShardRead
-from store.disk.runs import one_run
+from store.chunk_load import ChunkLoad, LoadPart
+from store.disk.reader import ChunkReader, ReadCount
 from store.errors import ChunkLoadError
-from store.index.mapping import chunk_count
 from store.stats import LayerReport, RunCounters
+from store.tier.host import HostTier
 
 #: Gets (layer, q, keys [n, kv_heads, head_dim], k_new, scaling) before a layer's attention.
 Observer = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor, float | None], None]
-
-
-@dataclass(frozen=True, slots=True)
-class LoadPart:
-    """The first ``used`` tokens of a node, to be loaded at the node's own position."""
-
-    files: NodeFiles
-    used: int
-
-    @property
-    def start(self) -> int:
-        """Absolute position of the part's first token."""
-        return self.files.start
-
-    @property
-    def chunk_tokens(self) -> int:
-        """Tokens of a chunk."""
-        return self.files.layout.chunk_tokens
-
-    @property
-    def chunks(self) -> int:
-        """Chunks of one array that hold the part's tokens."""
-        return chunk_count(self.used, self.chunk_tokens)
 
 
 class Fetch(ABC):
@@ -61,6 +36,8 @@ class Fetch(ABC):
         Tokens that the parts cover, from position 0 without gaps.
     reports, selected
         What a sparse fetch did per layer, and int64 [sets, k] positions it selected; else empty.
+    loads
+        Everything that was brought to the buffers, layer by layer.
     """
 
     def __init__(
@@ -69,12 +46,14 @@ class Fetch(ABC):
         reader: ChunkReader,
         buffers: RunBuffers,
         counters: RunCounters | None = None,
+        tier: HostTier | None = None,
     ) -> None:
-        self.parts, self.reader, self.buffers = list(parts), reader, buffers
+        self.parts, self.reader, self.buffers, self.tier = list(parts), reader, buffers, tier
         self.matched_len = sum(part.used for part in parts)
         self.counters = counters or RunCounters()
         self.reports: list[LayerReport] = []
         self.selected: list[np.ndarray] = []
+        self.loads: list[ChunkLoad] = []
 
     @abstractmethod
     def layer(self, layer: int, q: torch.Tensor, k_new: torch.Tensor, scaling: float | None) -> int:
@@ -92,11 +71,31 @@ class Fetch(ABC):
         """Prefix positions that a layer keeps, int64 [kept] or [kv_heads, kept]."""
         return np.arange(self.matched_len)
 
+    def loaded_positions(self, _layer: int) -> np.ndarray:
+        """Prefix positions whose keys and values a layer fetched, int64."""
+        return np.arange(self.matched_len)
+
     def close(self) -> bool:
         """Cancel or wait for reads; False where one hangs and keeps the buffers for ever."""
         running = [future for future in self.pending() if not future.cancel()]
         deadline = self.reader.options.deadline_s
         return not (wait(running, timeout=deadline).not_done if running else ())
+
+    def submit(self, loads: Sequence[ChunkLoad], jobs: int) -> list[Future[ReadCount]]:
+        """Start reading what memory lacks of some loads, each in up to ``jobs`` jobs."""
+        # Planned first, submitted at once: running jobs compete with this thread for Python.
+        reads = [read for load in loads for read in load.reads(self.buffers, jobs)]
+        return [self.reader.submit(read) for read in reads]
+
+    def arrived(self, loads: Sequence[ChunkLoad]) -> None:
+        """Complete loads whose reads are done: copy what memory has, bring all to the device."""
+        self.loads += loads
+        for load in loads:
+            if self.tier is not None and len(load.missing) < len(load.chunks):
+                load.copy(self.buffers, self.tier)
+                found = len(load.chunks) - len(load.missing)
+                self.counters.host_bytes += found * load.part.files.layout.chunk_bytes
+            self.buffers.upload(load.layer, load.which, load.row, load.row + load.tokens)
 
     def await_reads(self, layer: int, futures: Sequence[Future[ReadCount]]) -> None:
         """Block until reads are done and count them. Raises `ChunkLoadError`."""
@@ -121,19 +120,20 @@ class FullFetch(Fetch):
         reader: ChunkReader,
         buffers: RunBuffers,
         observer: Observer | None = None,
+        tier: HostTier | None = None,
     ) -> None:
-        super().__init__(parts, reader, buffers)
+        super().__init__(parts, reader, buffers, tier=tier)
         self._observer = observer
         layers = range(buffers.shape.num_layers)
-        self._pending = [self._submit(layer) for layer in layers]
+        self._planned = [[*whole_loads(self, layer, (0, 1), 0)] for layer in layers]
+        self._pending = [self.submit(loads, 1) for loads in self._planned]
 
     def layer(self, layer: int, q: torch.Tensor, k_new: torch.Tensor, scaling: float | None) -> int:
         """Wait for the layer's chunks; all rows are kept."""
         futures, count = self._pending[layer], self.matched_len
         self.await_reads(layer, futures)
         self._pending[layer] = []
-        for which in range(2):
-            self.buffers.upload(layer, which, count)
+        self.arrived(self._planned[layer])
         if self._observer is not None and count:
             self._observer(layer, q, self.buffers.rows(layer)[0][:count], k_new, scaling)
         return count
@@ -142,22 +142,10 @@ class FullFetch(Fetch):
         """Reads of layers that nobody has asked for yet."""
         return [future for futures in self._pending for future in futures]
 
-    def _submit(self, layer: int) -> list[Future[ReadCount]]:
-        return [
-            self.reader.submit(whole_part(self.buffers, part, layer, which, part is self.parts[-1]))
-            for part in self.parts
-            for which in range(2)
-        ]
 
-
-def whole_part(
-    buffers: RunBuffers, part: LoadPart, layer: int, which: int, last: bool
-) -> ShardRead:
-    """Read all of a part's chunks to the rows of its own positions.
-
-    Only the last part may spill over its own rows: what follows it is written afterwards.
-    """
-    stop = part.start + part.used
-    room = buffers.room(layer, which, part.start, None if last else stop)
-    valid = part.used * buffers.shape.row_bytes
-    return ShardRead(part.files, KV_ARRAYS[which], layer, one_run(0, part.chunks), room, valid)
+def whole_loads(fetch: Fetch, layer: int, arrays: Sequence[int], row: int) -> Iterator[ChunkLoad]:
+    """Loads of all chunks of all parts, each at the rows of its own positions after ``row``."""
+    for part in fetch.parts:
+        for which in arrays:
+            chunks, to = np.arange(part.chunks), row + part.start
+            yield ChunkLoad.plan(part, layer, which, chunks, to, part.used, fetch.tier)

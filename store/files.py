@@ -63,11 +63,18 @@ def node_attributes(
 
 
 class FileTable:
-    """Validated `NodeFiles` by node, least recently used first out."""
+    """Validated `NodeFiles` by node, least recently used first out.
+
+    Attributes
+    ----------
+    dropped
+        Set whenever generations may have gone; whoever keeps chunks of them clears it.
+    """
 
     def __init__(self, store: Path, info: StoreInfo, identity_digest: str) -> None:
         self._store, self._info, self._identity_digest = store, info, identity_digest
         self._open: OrderedDict[tuple[str, int], NodeFiles] = OrderedDict()
+        self.dropped = False
 
     def layout(self, tokens: int) -> NodeLayout:
         """Geometry of a node of ``tokens`` tokens in this store."""
@@ -86,6 +93,10 @@ class FileTable:
             self._open.move_to_end(key)
         return files
 
+    def group(self, node: PrefixNode) -> Path:
+        """Folder of a node's published generation."""
+        return disk_layout.generation_dir(self._store, node.node_id, node.generation)
+
     def supersedes(self, node: PrefixNode) -> list[str]:
         """Nodes that a node was split from; nothing where its group can't be read."""
         group = disk_layout.generation_dir(self._store, node.node_id, node.generation)
@@ -97,9 +108,11 @@ class FileTable:
     def clear(self) -> None:
         """Drop everything: the index was read anew."""
         self._open.clear()
+        self.dropped = True
 
     def forget(self, node_id: str) -> None:
         """Drop what is known of a node whose generation was replaced or removed."""
+        self.dropped = True
         for key in [key for key in self._open if key[0] == node_id]:
             del self._open[key]
 

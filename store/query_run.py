@@ -67,9 +67,11 @@ class QueryRun:
         # A read under way writes into the arena, so that it must end before that is reused; one
         # that hangs keeps its arena for ever.
         idle = self.fetch.close()
-        self._buffers.close()
         on_close, self._on_close = self._on_close, None
-        on_close(self, self._buffers.arena if idle else None)
+        try:
+            on_close(self, self._buffers.arena if idle else None)
+        finally:
+            self._buffers.close()
 
     @property
     def reports(self) -> list[LayerReport]:

@@ -11,16 +11,15 @@ from concurrent.futures import Future
 
 from store.disk.reader import ChunkReader
 from store.disk.sidecar import SidecarFiles, SketchData, read_sketch
+from store.disk.sidecar_layout import PAGE, pages
 from store.itf.evidence import SketchPart
-from store.itf.sketch import code_rows, group_count
 
 
 def sketch_bytes(files: SidecarFiles) -> int:
-    """Bytes of a node's sketch in memory."""
-    shape, bits = files.shape, files.bits
-    assert bits is not None
-    values = code_rows(files.tokens, bits) + 2 * 2 * group_count(files.tokens)
-    return shape.num_layers * values * shape.num_kv_heads * shape.head_dim
+    """Bytes that a node's sketch takes in memory: whole pages per array, and one to align them."""
+    layout = files.layout
+    sizes = (files.shape.num_layers * layout.layer_bytes(name) for name in layout.arrays)
+    return sum(pages(size) for size in sizes) + PAGE
 
 
 class SketchCache:

@@ -108,15 +108,19 @@ class RunCounters:
     probe_wait_s: float = 0.0
     identify_s: float = 0.0
     probe_bytes: int = 0
-    io_started_s: float = 0.0
-    io_ended_s: float = 0.0
+    host_bytes: int = 0
+    io_spans_s: list[tuple[float, float]] = field(default_factory=list)
     wanted_bytes: int = 0
     read_bytes: int = 0
     requests: int = 0
 
     def hidden_io_s(self) -> float:
-        """Seconds from the first read's start to the last one's end that nobody waited for."""
-        return max(0.0, self.io_ended_s - self.io_started_s - self.load_wait_s)
+        """Seconds in which at least one read was under way and nobody waited for it."""
+        busy = seen = 0.0
+        for started, ended in sorted(self.io_spans_s):
+            busy += max(0.0, ended - max(started, seen))
+            seen = max(seen, ended)
+        return max(0.0, busy - self.load_wait_s - self.probe_wait_s)
 
     def add_probe(self, count: Iterable[float]) -> None:
         """Count one finished read of evidence: the fields of `store.disk.reader.ReadCount`."""
@@ -128,9 +132,7 @@ class RunCounters:
         self, wanted_bytes: int, read_bytes: int, requests: int, started_s: float, ended_s: float
     ) -> None:
         """Count one finished read."""
-        first = self.io_started_s == 0.0
-        self.io_started_s = started_s if first else min(self.io_started_s, started_s)
-        self.io_ended_s = max(self.io_ended_s, ended_s)
+        self.io_spans_s.append((started_s, ended_s))
         self.wanted_bytes += wanted_bytes
         self.read_bytes += read_bytes
         self.requests += requests

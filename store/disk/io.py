@@ -104,7 +104,11 @@ def address_of(view: memoryview) -> int:
 
 
 def probe_direct(path: Path) -> int:
-    """Smallest O_DIRECT block size that reads ``path``; 0 where O_DIRECT does not work."""
+    """Smallest O_DIRECT block size that reads ``path``; 0 where O_DIRECT does not work.
+
+    Past the end of a file nothing is read and so nothing refused: one too short to tell is taken
+    to need the largest.
+    """
     flag = getattr(os, "O_DIRECT", 0)
     if not flag:
         return 0
@@ -113,11 +117,14 @@ def probe_direct(path: Path) -> int:
     except OSError:
         return 0
     try:
-        memory = Arena(2 * MAX_BLOCK)
+        memory, size = Arena(2 * MAX_BLOCK), os.fstat(fd).st_size
         for block in (512, 1024, 2048, MAX_BLOCK):
+            if size < 2 * block and block < MAX_BLOCK:
+                continue
             try:
                 # Offset, address and length all need the alignment: shift each by one block.
-                os.preadv(fd, [memory.view[block : 2 * block]], block)
+                at = block if size > block else 0
+                os.preadv(fd, [memory.view[block : 2 * block]], at)
                 return block
             except OSError as error:
                 if error.errno != errno.EINVAL:

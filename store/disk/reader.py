@@ -63,8 +63,9 @@ class NodeFiles:
 class ShardRead:
     """Read runs of chunks of one layer of one array.
 
-    ``into`` receives the rows of all chunks back to back; at least ``valid_bytes`` of it, the
-    bytes the caller will use, and any more is room that may be overwritten.
+    ``into`` receives the rows of all chunks back to back, or, with ``at``, each run's as the
+    chunks ``at[i]`` and after of ``into`` (ascending, without overlap); at least ``valid_bytes``
+    of it, the bytes the caller will use, and any more is room that may be overwritten.
     """
 
     node: NodeFiles
@@ -73,6 +74,7 @@ class ShardRead:
     runs: ChunkRuns
     into: memoryview
     valid_bytes: int
+    at: np.ndarray | None = None
 
     @property
     def first(self) -> int:
@@ -219,6 +221,11 @@ class _Job:
         table = read.node.k_crc if read.array == "k" else read.node.v_crc
         self.chunks: list[int] = run_chunks(read.runs).tolist()
         self.crcs: list[int] = table[read.layer, self.chunks].tolist()
+        sizes = read.runs.stop - read.runs.start
+        before = np.cumsum(sizes) - sizes
+        self.at = before if read.at is None else read.at
+        # Where in ``into`` each chunk goes, counted in chunks.
+        self.spots: list[int] = run_chunks(ChunkRuns(self.at, self.at + sizes)).tolist()
         self.wanted = self.moved = self.requests = 0
 
     def plain(self) -> None:
@@ -235,13 +242,13 @@ class _Job:
             self._by_runs()
         else:
             for index in range(done, len(self.chunks)):
-                self._via_scratch(self.chunks[index], index, 1)
+                self._via_scratch(index, 1)
 
     def _by_runs(self) -> None:
-        runs, at = self.task.runs, 0
+        index, runs = 0, self.task.runs
         for first, stop in zip(runs.start.tolist(), runs.stop.tolist(), strict=True):
-            self._run(first, stop - first, at)
-            at += stop - first
+            self._run(index, stop - first)
+            index += stop - first
 
     def _straight(self) -> int:
         """Read all chunks that fit whole into place, one request per run; returns how many.
@@ -250,32 +257,34 @@ class _Job:
         is aligned, no device is emulated. Returns 0 where that does not hold.
         """
         task, size, block = self.task, self.size, self.block
-        fit = min(len(task.into) // size, len(self.chunks))
-        lengths = (task.runs.stop - task.runs.start) * size
+        room, runs = len(task.into) // size, task.runs
+        lengths = np.minimum(runs.stop - runs.start, room - self.at)
         if (
-            fit == 0
+            room == 0
             or self.reader.throttled
             or size % block
             or address_of(task.into) % block
-            or int(lengths.max()) > REQUEST_BYTES
+            or int(lengths.max()) * size > REQUEST_BYTES
         ):
             return 0
-        ends = np.minimum(np.cumsum(lengths), fit * size).tolist()
-        offsets, lo, into, fd = (task.runs.start * size).tolist(), 0, task.into, self.fd
-        for offset, hi in zip(offsets, ends, strict=True):
-            if hi == lo:
-                break  # what does not fit whole
+        # Only the last run can reach past the room, with a chunk that is not whole.
+        starts, ends = (self.at * size).tolist(), ((self.at + lengths) * size).tolist()
+        offsets, into, fd = (runs.start * size).tolist(), task.into, self.fd
+        for offset, lo, hi in zip(offsets, starts, ends, strict=True):
+            if hi <= lo:
+                break
             view = into[lo:hi]
             if os.preadv(fd, (view,), offset) != hi - lo:
                 pread_full(fd, view, offset, hi - lo, block)
-            lo = hi
+            self.moved += hi - lo
             self.requests += 1
-        self.moved += lo
-        self._check(into, 0, fit)
-        return fit
+        done = int(lengths.clip(0).sum())
+        self._check_spots(done)
+        return done
 
-    def _run(self, first: int, chunks: int, at: int) -> None:
-        """Deliver ``chunks`` chunks from ``first`` on as the task's chunks ``at`` and after."""
+    def _run(self, index: int, chunks: int) -> None:
+        """Deliver ``chunks`` chunks of one run, the task's ``index`` and after."""
+        first, at = self.chunks[index], self.spots[index]
         room = self.task.into[at * self.size :]
         direct = self._direct_chunks(first, chunks, room)
         if direct:
@@ -283,11 +292,10 @@ class _Job:
             whole = len(room) - len(room) % self.block
             view = room[: min(whole, -(-want // self.block) * self.block)]
             self._fetch(view, first * self.size, want)
-            self._check(view, at, at + direct)
+            self._check(view, index, index + direct)
         step = max(1, SCRATCH_BYTES // self.size)
         for done in range(direct, chunks, step):
-            count = min(step, chunks - done)
-            self._via_scratch(first + done, at + done, count)
+            self._via_scratch(index + done, min(step, chunks - done))
 
     def _direct_chunks(self, first: int, chunks: int, room: memoryview) -> int:
         """How many leading chunks of a run can be read into place."""
@@ -295,15 +303,15 @@ class _Job:
             return 0
         return min(chunks, (len(room) - len(room) % self.block) // self.size)
 
-    def _via_scratch(self, first: int, at: int, chunks: int) -> None:
-        """Deliver chunks from ``first`` on, the task's ``at`` and after, through scratch."""
-        task = self.task
-        begin, want = first * self.size, chunks * self.size
+    def _via_scratch(self, index: int, chunks: int) -> None:
+        """Deliver chunks of one run, the task's ``index`` and after, through scratch."""
+        task, at = self.task, self.spots[index]
+        begin, want = self.chunks[index] * self.size, chunks * self.size
         lead = begin % self.block
         span = -(-(lead + want) // self.block) * self.block
         view = self.reader.scratch(span)[:span]
         self._fetch(view, begin - lead, lead + want)
-        self._check(view[lead:], at, at + chunks)
+        self._check(view[lead:], index, index + chunks)
         keep = min(task.valid_bytes - at * self.size, want)
         if keep > 0:
             task.into[at * self.size : at * self.size + keep] = view[lead : lead + keep]
@@ -322,38 +330,46 @@ class _Job:
             if checksum(view[i * size : (i + 1) * size]) != expected:
                 raise _BadChunkError(self.chunks[lo + i])
 
+    def _check_spots(self, count: int) -> None:
+        """Compare the CRC of the first ``count`` chunks, each where it was delivered."""
+        into, size, checksum = self.task.into, self.size, crc32c.crc32c
+        for spot, chunk, expected in zip(self.spots[:count], self.chunks, self.crcs, strict=False):
+            if checksum(into[spot * size : (spot + 1) * size]) != expected:
+                raise _BadChunkError(chunk)
+
     def coded(self) -> None:
         """Chunks of a codec: read the index, then each run's stored bytes, then decode."""
         task, layout = self.task, self.task.node.layout
         end = os.fstat(self.fd).st_size
         try:
             raw = self._range(end - layout.index_bytes, layout.index_bytes)
-            index = disk_layout.unpack_index(bytes(raw))
+            table = disk_layout.unpack_index(bytes(raw)).astype(int)
         except ValueError as error:
             raise _BadChunkError(task.first) from error
-        codec, at = disk_layout.make_codec(layout.codec), 0
+        codec, index = disk_layout.make_codec(layout.codec), 0
         assert codec is not None
         runs = task.runs
         for first, stop in zip(runs.start.tolist(), runs.stop.tolist(), strict=True):
-            self._decode_run(codec, index[first:stop].astype(int), at)
-            at += stop - first
+            self._decode_run(codec, table[first:stop], index)
+            index += stop - first
 
-    def _decode_run(self, codec: Codec, index: np.ndarray, at: int) -> None:
-        """Read and decode chunks whose (offset, size) are ``index``, the task's ``at`` and after.
+    def _decode_run(self, codec: Codec, table: np.ndarray, index: int) -> None:
+        """Read and decode chunks whose (offset, size) are ``table``, the task's ``index`` and on.
 
         They are taken to lie one after the other, as they are written.
         """
-        task, begin = self.task, int(index[0, 0])
-        stored = self._range(begin, int(index[-1].sum()) - begin)
+        task, begin = self.task, int(table[0, 0])
+        stored = self._range(begin, int(table[-1].sum()) - begin)
         self.wanted += len(stored)
-        for i, (offset, size) in enumerate(index.tolist(), at):
+        for i, (offset, size) in enumerate(table.tolist(), index):
             part = stored[offset - begin : offset - begin + size]
             if crc32c.crc32c(part) != self.crcs[i]:
                 raise _BadChunkError(self.chunks[i])
-            keep = min(self.size, task.valid_bytes - i * self.size)
+            at = self.spots[i] * self.size
+            keep = min(self.size, task.valid_bytes - at)
             if keep > 0:
                 rows = memoryview(codec.decode(part)).cast("B")
-                task.into[i * self.size : i * self.size + keep] = rows[:keep]
+                task.into[at : at + keep] = rows[:keep]
 
     def _range(self, begin: int, want: int) -> memoryview:
         """Any byte range, through scratch. Raises `ShortReadError` for one outside the file."""

@@ -46,7 +46,8 @@ class SidecarFiles:
     """A sidecar whose attributes were checked.
 
     ``start`` is the absolute position of the node's first token; ``heads`` int64 [layers, P];
-    ``crc`` uint32 [layers] of a sketch.
+    ``crc`` uint32 [layers] of a sketch; ``stamp`` tells the folder that was checked from another
+    that takes its place.
     """
 
     node_id: str
@@ -58,6 +59,7 @@ class SidecarFiles:
     bits: int | None
     heads: np.ndarray | None
     crc: np.ndarray | None = None
+    stamp: tuple[int, int] | None = None
 
     @property
     def layout(self) -> SidecarLayout:
@@ -100,6 +102,7 @@ def open_sidecar(
     files = SidecarFiles(row.node_id, row.kind, group, node.start, node.length, shape, None, None)
     with _load_errors(files, -1):
         spec = ProbeSpec.from_json(json.loads(row.detail))
+        files = dataclasses.replace(files, stamp=_stamp(group))
         _require(group, row, sidecar_attributes(node, spec, info, identity_digest))
         if spec.heads is not None:
             return dataclasses.replace(files, heads=np.array(spec.heads, dtype=np.int64))
@@ -114,6 +117,11 @@ def _require(group: Path, row: ProbeRow, expected: dict[str, Any]) -> None:
             raise ValueError(f"{name} is {found.get(name)}, expected {value}")
     if disk_layout.group_digest(group) != row.digest:
         raise ValueError("metadata digest differs")
+
+
+def _stamp(group: Path) -> tuple[int, int]:
+    found = (group / "zarr.json").stat()
+    return found.st_ino, found.st_mtime_ns
 
 
 @contextlib.contextmanager
@@ -195,6 +203,10 @@ def read_heads(
     room = aligned(heads_room(files)).data if arena_view is None else arena_view
     with _load_errors(files, layer):
         count = reader.read_file(array_path(files.group, "k", layer), room, size + 4)
+        # Keys of other heads have a checksum that is as right as any: a writer may have put them
+        # in place since the heads were looked up.
+        if files.stamp != _stamp(files.group):
+            raise files.error(layer, "replaced")
     if crc32c.crc32c(room[:size]) != struct.unpack("<I", room[size : size + 4])[0]:
         raise files.error(layer, "corrupt")
     keys = np.frombuffer(room[:size], dtype=layout.dtype("k"))

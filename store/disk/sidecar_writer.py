@@ -70,7 +70,12 @@ class SidecarWriter:
         with disk_errors(target):
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.rmtree(self._temp, ignore_errors=True)
-            create_sidecar(self._temp, self._layout, attributes)
+            try:
+                create_sidecar(self._temp, self._layout, attributes)
+            except BaseException:
+                # Nobody has a writer yet that could discard it.
+                self.discard()
+                raise
 
     def add(self, layer: int, keys: np.ndarray) -> None:
         """Write one layer; ``keys`` [n, kv_heads, head_dim] in the storage dtype."""

@@ -35,9 +35,12 @@ MAX_STRIDE = 4
 def awaited(futures: Sequence[Future[T]], counters: RunCounters, deadline_s: float) -> list[T]:
     """Results of reads of evidence; the wait is counted. Raises `ChunkLoadError`."""
     started = time.perf_counter()
+
+    def left() -> float:
+        return max(0.0, deadline_s - (time.perf_counter() - started))
+
     try:
-        left = [deadline_s - (time.perf_counter() - started) for _ in futures]
-        return [f.result(timeout=max(t, 0.0)) for f, t in zip(futures, left, strict=True)]
+        return [future.result(timeout=left()) for future in futures]
     except FutureTimeoutError as error:
         reason = f"slow: no answer in {deadline_s:g} s"
         raise ChunkLoadError("-", "probe-keys", -1, -1, 0, reason) from error
@@ -143,7 +146,8 @@ class Sketch(Evidence):
         stride = 1
         if self._sampled and q.shape[1] >= SAMPLED_TOKENS:
             stride = min(q.shape[0] // k_new.shape[0], MAX_STRIDE)
-        return column_sums(q, self._keys[: self._n].to(q.device), k_new, scaling, stride)
+        keys = self._keys[: self._n].to(q.device)
+        return column_sums(q, keys, k_new, scaling, stride)
 
     def probe_bytes(self, _layer: int) -> int:
         """A layer's share of the sketches that this run read; nothing where they were resident."""

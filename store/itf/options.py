@@ -23,8 +23,8 @@ class SparseOptions:
         Fraction of the prefix tokens that are selected in each layer; 1.0 loads everything and
         identifies nothing.
     evidence
-        Where the keys come from that importance is computed with; ``auto`` takes the sketch where
-        every matched node has one, else probe heads, else all keys.
+        Where the keys come from that importance is computed with; ``auto`` takes the smaller of
+        sketch and probe heads that every matched node has, else all keys.
     attend
         ``loaded``: to every token whose keys and values were fetched; ``selected``: the paper's.
     sets

@@ -188,8 +188,10 @@ def test_bytes_of_a_prefix_count_every_node_on_its_path() -> None:
         node(node_id="c", parent_id="a", bytes=1),
     ]
     row = SimpleNamespace(prefix_id="p", name="n", length=5, node_id="b", created=0.0)
-    (found,) = ls.prefix_objects([row], nodes)  # type: ignore[list-item,arg-type]
-    assert (found["bytes"], found["nodes"]) == (110, 2)
+    probes = [node(node_id=name, bytes=size) for name, size in (("a", 7), ("b", 2), ("b", 3))]
+    probes.append(node(node_id="c", bytes=50))
+    (found,) = ls.prefix_objects([row], nodes, probes)  # type: ignore[list-item,arg-type]
+    assert (found["bytes"], found["probe_bytes"], found["nodes"]) == (110, 12, 2)
 
 
 def test_json_of_models_carries_schema_versions_and_environment(

@@ -13,7 +13,7 @@ from tests.cli.conftest import MODEL, Run
 
 #: Two documents of about 250 tokens for the byte tokenizer of random models.
 TEXTS = {
-    name: "".join(f"{name} keeper {n} lives by pier {n * 37 % 11}. " for n in range(8))
+    name: "".join(f"{name} keeper {n} {name * 3} lives by pier {n * 37 % 11}. " for n in range(8))
     for name in "ab"
 }
 SMALL = ("--prefix-tokens", 70, "--query-tokens", 9, "--prefixes", 2)
@@ -42,6 +42,8 @@ def test_fidelity_prints_the_documented_object_and_leaves_nothing(
     assert (value["synthetic"], value["store"]) == (True, None)
     assert value["prefixes"] == [{"name": "a", "tokens": 70}, {"name": "b", "tokens": 70}]
     assert (value["query_tokens"], value["history"], value["queries"]) == (9, 6, None)
+    assert (value["alpha"], value["threshold"], value["fallback"]) == (0.6, None, "auto")
+    assert value["history_from"] == "others"
     assert [(row["evidence"], row["retention"], row["attend"]) for row in value["rows"]] == [
         ("exact", 1.0, None),
         *[
@@ -62,10 +64,9 @@ def test_every_key_of_both_objects_is_documented(run: Run, documents: Path) -> N
         value = run("bench", name, *given, "--json").json
         section = text.split(f"## bench {name}")[1].split("\n## ")[0]
         keys = set(value) - {"schema", "versions", "environment", "model", "synthetic"}
-        for inner in ("rows", "pairs", "chunks", "totals"):
-            for one in [value, *value["rows"]]:
-                for row in one.get(inner, []):
-                    keys |= set(row)
+        keys |= {key for row in value["rows"] + value.get("totals", []) for key in row}
+        for inner in ("pairs", "chunks"):
+            keys |= {key for row in value["rows"] for one in row.get(inner, []) for key in one}
         assert [key for key in sorted(keys) if f"`{key}`" not in section] == []
 
 
@@ -78,6 +79,51 @@ def test_fidelity_shows_a_table(run: Run, documents: Path) -> None:
     assert firsts[: firsts.index("random") + 1].count("exact") == 1
     for text in ("sketch, 4 bits", "per-head", "20 %", "recall", "2 queries behind 2 prefixes"):
         assert text in done.out
+
+
+def test_rows_are_a_column_where_sketches_differ_in_them(run: Run, documents: Path) -> None:
+    given = ("--documents", documents, "--model", MODEL, *SMALL, "--evidence", "sketch,random")
+    headers = {}
+    for rows in ("auto", "all,sampled"):
+        done = run("bench", "fidelity", *given, "--retention", "0.2", "--rows", rows)
+        assert done.code == 0
+        headers[rows] = next(line for line in done.out.splitlines() if "evidence" in line).split()
+        firsts = [line.split()[:4] for line in done.out.splitlines()]
+        assert (["sketch,", "2", "bits", "sampled"] in firsts) == (rows == "all,sampled")
+    assert "rows" not in headers["auto"]
+    assert headers["all,sampled"][:3] == ["evidence", "rows", "sets"]
+
+
+def test_the_object_says_where_a_history_came_from_and_how_heads_had_to_agree(
+    run: Run, documents: Path
+) -> None:
+    given = ("--documents", documents, "--model", MODEL, *SMALL[:4], "--prefixes", 1, "--json")
+    asked = ("--evidence", "static,heads", "--retention", "0.2", "--attend", "loaded")
+    done = run("bench", "fidelity", *given, *asked, "--threshold", "0.3", "--fallback", "always")
+    value = done.json
+    assert (value["threshold"], value["fallback"]) == (0.3, "always")
+    assert {row["evidence"]: row["fallback_ratio"] for row in value["rows"]}["heads"] == 1.0
+    # There is one prefix: nobody else's queries, which is said.
+    assert value["history_from"] == "same"
+    assert "static learns from further queries of the same prefix" in done.err
+    assert "has no effect" not in done.err
+    same = run("bench", "fidelity", *given, *asked, "--history-from", "same")
+    assert same.json["history_from"] == "same"
+    assert "static learns from" not in same.err
+
+
+def test_options_that_no_compared_evidence_uses_get_a_note(
+    run: Run, documents: Path, store: Path
+) -> None:
+    given = ("--retention", "0.2", "--attend", "loaded", "--query-tokens", 9)
+    of_documents = ("--documents", documents, "--model", MODEL, *SMALL[:2], "--prefixes", 1)
+    done = run(
+        "bench", "fidelity", *of_documents, *given, "--evidence", "full,random",
+        "--rows", "all", "--alpha", "0.5", "--json",
+    )  # fmt: skip
+    assert "note: alpha and rows have no effect with evidence full, random" in done.err
+    done = run("bench", "fidelity", "--store", store, *given, "--rows", "all", "--alpha", "1")
+    assert "note: alpha has no effect with evidence full, sketch, static, random" in done.err
 
 
 def test_similarity_prints_the_documented_object_and_tables(run: Run, documents: Path) -> None:
@@ -99,7 +145,7 @@ def test_a_store_is_measured_and_says_what_it_lacks(run: Run, store: Path) -> No
     done = run("bench", "fidelity", *given, "--json")
     assert done.code == 0
     assert done.json["prefixes"][0]["name"] == "keepers"
-    assert done.json["documents"] is None
+    assert (done.json["documents"], done.json["history_from"]) == (None, None)
     assert "no probe data of the kind 'heads'" in done.err
     found = {row["evidence"] for row in done.json["rows"]}
     assert {"exact", "full", "random"} <= found
@@ -178,6 +224,12 @@ def test_wrong_usage_is_one_line_before_a_model_is_loaded(
         (("--attend", "everything"), "attend 'everything'"),
         (("--sketch-bits", "3"), "3 bits"),
         (("--history", "-1"), "--history -1"),
+        (("--history-from", "all"), "'all' is not one of 'others', 'same'"),
+        (("--rows", "some"), "rows 'some' is not known; use one or more of auto, all, sampled"),
+        (("--rows", ","), "--rows ',' names nothing"),
+        (("--alpha", "0.5", "--threshold", "0.5"), "--alpha 0.5 and --threshold 0.5 exclude"),
+        (("--threshold", "1.5"), "threshold 1.5"),
+        (("--fallback", "maybe"), "maybe"),
     ],
 )
 def test_unknown_names_are_refused(
@@ -186,6 +238,12 @@ def test_unknown_names_are_refused(
     done = run("bench", "fidelity", "--documents", documents, *arguments)
     assert (done.code, len(done.err.splitlines())) == (2, 1)
     assert says in done.err
+
+
+def test_where_a_stores_history_comes_from_is_no_question(run: Run, tmp_path: Path) -> None:
+    done = run("bench", "fidelity", "--store", tmp_path / "none", "--history-from", "others")
+    assert (done.code, len(done.err.splitlines())) == (2, 1)
+    assert "--history-from others has no effect on a store" in done.err
 
 
 def test_documents_that_are_too_short_are_refused(run: Run, documents: Path) -> None:

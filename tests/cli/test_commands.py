@@ -118,10 +118,23 @@ def test_a_size_limit_leaves_prefixes_out_with_a_warning(
 
 def test_ls_lists_id_name_tokens_bytes_and_date(run: Run, built: Path) -> None:
     (prefix,) = run("ls", "--store", built, "--json").json["prefixes"]
-    assert {"prefix_id", "name", "tokens", "bytes", "created"} <= set(prefix)
+    assert {"prefix_id", "name", "tokens", "bytes", "probe_bytes", "created"} <= set(prefix)
     shown = run("ls", "--store", built).out
     assert prefix["prefix_id"] in shown
     assert "keepers" in shown
+
+
+def test_ls_shows_probe_layouts_beside_the_kv(run: Run, store: Path) -> None:
+    (before,) = run("ls", "--store", store, "--json").json["prefixes"]
+    sizes = run("stats", "--store", store, "--json").json["bytes"]
+    assert (before["bytes"], before["probe_bytes"]) == (sizes["kv"], sizes["probe"])
+    assert before["probe_bytes"] > 0
+    run("reorder", "--store", store, "--probe", "none")
+    (after,) = run("ls", "--store", store, "--json").json["prefixes"]
+    assert after == {**before, "probe_bytes": 0}
+    shown = run("ls", "--store", store).out
+    header = next(line for line in shown.splitlines() if "name" in line).split()
+    assert header == ["prefix", "name", "tokens", "KV", "probe", "created"]
 
 
 def test_inspect_shows_the_tree_and_one_node_by_a_beginning_of_its_id(

@@ -12,7 +12,7 @@ from impress_cli import retention
 from impress_cli.asking import missing_evidence
 from impress_cli.options import HostBudgetOption
 from impress_cli.query import command
-from impress_cli.retention import Choice
+from impress_cli.retention import Choice, idle
 from impress_cli.units import parse_size
 from store.engine import HOST_BUDGET_BYTES
 from store.errors import InvalidValueError
@@ -26,6 +26,7 @@ def test_what_can_be_typed_is_what_the_engine_knows() -> None:
         (retention.Evidence, options.EVIDENCE),
         (retention.Attend, options.ATTEND),
         (retention.Sets, options.SETS),
+        (retention.Rows, options.ROWS),
         (retention.Fallback, options.FALLBACK),
     ):
         assert tuple(kind) == known
@@ -33,7 +34,7 @@ def test_what_can_be_typed_is_what_the_engine_knows() -> None:
 
 def test_the_help_names_the_engines_defaults() -> None:
     defaults = SparseOptions()
-    for name in ("evidence", "attend", "sets", "alpha", "fallback"):
+    for name in ("evidence", "attend", "sets", "rows", "alpha", "fallback"):
         (option,) = [
             part
             for part in command.__annotations__.values()
@@ -94,6 +95,19 @@ def test_alpha_and_threshold_exclude_each_other() -> None:
             "auto",
             "sets has no effect with evidence heads",
         ),
+        (
+            {"retention": 0.25, "evidence": "full", "rows": "all"},
+            {},
+            "auto",
+            "rows has no effect with evidence full",
+        ),
+        (
+            {"retention": 0.25, "evidence": "heads", "rows": "auto", "sets": "one"},
+            {},
+            "auto",
+            "rows and sets have no effect with evidence heads",
+        ),
+        ({"rows": "sampled"}, {}, "auto", "rows has no effect at retention 1.0"),
         ({}, {"retention": 0.25}, "auto", "retention 0.25, as the recipe of this prefix says"),
     ],
 )
@@ -109,6 +123,8 @@ def test_options_without_effect_and_a_recipes_retention_get_one_note(
     [
         ({"retention": 0.25, "alpha": 0.5}, "auto"),
         ({"retention": 0.25, "evidence": "heads", "threshold": 0.5}, "force-load"),
+        ({"retention": 0.25, "evidence": "sketch", "rows": "all"}, "auto"),
+        ({"retention": 0.25, "rows": "all"}, "auto"),
         ({}, "force-recompute"),
         ({"retention": 1.0}, "auto"),
     ],
@@ -121,6 +137,39 @@ def test_options_that_only_count_with_heads_are_named_where_auto_took_the_sketch
     choice = Choice(retention=0.25, alpha=0.5, fallback="never")
     assert choice.idle("sketch") == ["alpha and fallback have no effect with evidence sketch"]
     assert choice.idle("heads") == []
+
+
+def test_rows_only_count_with_the_sketch() -> None:
+    choice = Choice(retention=0.25, rows="sampled")
+    assert choice.idle("sketch") == []
+    for evidence in ("heads", "full", "static", "random"):
+        assert choice.idle(evidence) == [f"rows has no effect with evidence {evidence}"]
+
+
+def test_of_several_evidences_one_that_an_option_counts_with_is_enough() -> None:
+    given = ("alpha", "rows", "attend")
+    assert idle(given, ["sketch", "heads"]) == []
+    assert idle(given, ["sketch", "full"]) == ["alpha has no effect with evidence sketch, full"]
+    assert idle(given, ["static", "full"]) == [
+        "alpha and rows have no effect with evidence static, full"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("rows", "attend", "sampled"),
+    [
+        (None, None, True),
+        (None, "selected", False),
+        ("auto", "loaded", True),
+        ("auto", "selected", False),
+        ("all", "loaded", False),
+        ("sampled", "selected", True),
+    ],
+)
+def test_rows_are_sampled_where_whole_chunks_are_attended_to_unless_told_otherwise(
+    rows: str | None, attend: str | None, sampled: bool
+) -> None:
+    assert Choice(rows=rows, attend=attend).options({}).sampled == sampled
 
 
 def test_a_store_without_probe_data_is_named_with_the_command_that_adds_it() -> None:
@@ -139,6 +188,20 @@ def test_a_store_without_probe_data_is_named_with_the_command_that_adds_it() -> 
     assert missing_evidence(sparse, [], Path("kv")) is None
 
 
+def test_rows_reach_the_engine_and_are_said_to_be_idle_without_a_sketch(
+    run: Run, built: Path
+) -> None:
+    asked = ("query", "Who lives by the pier?", "--store", built, "--prefix", "keepers")
+    given = ("--retention", "0.25", "--rows", "all", "--max-new-tokens", "1", "--json")
+    done = run(*asked, *given)
+    assert done.json["sparse"]["rows"] == "all"
+    assert "no effect" not in done.err
+    assert (
+        "note: rows has no effect with evidence full"
+        in run(*asked, *given, "--evidence", "full").err
+    )
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
@@ -147,6 +210,7 @@ def test_a_store_without_probe_data_is_named_with_the_command_that_adds_it() -> 
         (("--evidence", "guess"), ["guess", "sketch", "random", "--help"]),
         (("--attend", "all"), ["all", "loaded", "selected"]),
         (("--sets", "two"), ["two", "one", "per-head"]),
+        (("--rows", "some"), ["some", "auto", "all", "sampled"]),
         (("--fallback", "maybe"), ["maybe", "auto", "never", "always"]),
         (("--alpha", "-1"), ["alpha -1", "0 or more"]),
         (("--alpha", "nan"), ["alpha nan", "0 or more"]),

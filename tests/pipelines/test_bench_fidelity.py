@@ -13,12 +13,12 @@ from transformers import AttentionInterface
 
 from pipelines.attention import use_attention
 from pipelines.bench_fidelity import bench_documents, bench_stored, stored_evidence
-from pipelines.fidelity_cases import CaseOptions
-from pipelines.fidelity_values import FidelityOptions, FidelityReport, FidelityRow
+from pipelines.fidelity_values import CaseOptions, FidelityOptions, FidelityReport, FidelityRow
 from pipelines.models import LoadedModel
 from pipelines.probes import first_heads
 from pipelines.progress import ProgressEvent
 from store.errors import InvalidValueError, StoreFullError
+from store.itf.options import SparseOptions
 from store.probes import ProbeSettings
 from tests.helpers import compute_and_store, ids_of, new_store
 from tests.tiny import make_tiny
@@ -81,7 +81,8 @@ def model() -> LoadedModel:
 def documents(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("documents")
     for name in "ab":
-        text = "".join(f"{name} keeper {n} lives by pier {n * 37 % 11}. " for n in range(8))
+        lines = (f"{name} keeper {n} {name * 3} lives by pier {n * 37 % 11}. " for n in range(8))
+        text = "".join(lines)
         (folder / f"{name}.txt").write_text(text, encoding="utf-8")
     return folder
 
@@ -144,10 +145,10 @@ def test_rows_come_in_the_order_asked_for_after_the_reference(report: FidelityRe
         None,
         1.0,
     )
-    names = ("evidence", "bits", "sets", "attend", "retention")
+    names = ("evidence", "bits", "rows", "sets", "attend", "retention")
     keys = [tuple(getattr(row, name) for name in names) for row in report.rows[1:]]
     assert keys == [
-        (evidence, bits, sets, attend, retention)
+        (evidence, bits, "auto" if bits else None, sets, attend, retention)
         for retention in (0.2, 1.0)
         for evidence in ("full", "sketch", "heads", "static", "random")
         for bits in ((2, 4) if evidence == "sketch" else (None,))
@@ -218,9 +219,86 @@ def test_documents_without_room_for_a_history_leave_static_out(model: LoadedMode
     made = bench_documents(model, options, tmp_path, tmp_path)
     assert [row.evidence for row in made.rows] == ["exact", "random", "random"]
     assert made.warnings == [
-        "a: 0 of 3 history queries, its text ends",
+        "static learns from further queries of the same prefix: there is only one",
+        "a: 0 of 3 history queries, it has no more",
         "a: static was left out, no earlier query is known",
     ]
+
+
+def test_static_learns_from_other_documents_or_from_the_same(
+    model: LoadedModel, documents: Path, tmp_path: Path
+):
+    def measured(history_from: str) -> FidelityReport:
+        cases = {"history": 1, "history_from": history_from}
+        values = {"evidence": ("full", "static"), "attend": ("selected",), "retention": (0.2,)}
+        made = bench_documents(model, options_of(cases, **values), documents, tmp_path)
+        assert (made.history_from, made.warnings) == (history_from, [])
+        return made
+
+    others, same = measured("others"), measured("same")
+    assert row_of(others, evidence="full") == row_of(same, evidence="full")
+    static = [row_of(made, evidence="static").pairs for made in (others, same)]
+    assert [len(pairs) for pairs in static] == [2, 2]
+    assert static[0] != static[1]
+
+
+def test_what_is_said_of_a_history_is_for_those_who_compare_static(
+    model: LoadedModel, documents: Path, tmp_path: Path
+):
+    for evidence in (("random",), ("random", "static")):
+        options = options_of({"prefixes": 1}, evidence=evidence, retention=(0.2,))
+        made = bench_documents(model, options, documents, tmp_path)
+        assert len(made.warnings) == len(evidence) - 1
+
+
+def test_a_sketch_is_compared_by_the_rows_that_it_scores(
+    model: LoadedModel, documents: Path, tmp_path: Path
+):
+    # From 16 new tokens on, part of the rows can be told from all of them.
+    options = options_of(
+        {"query_tokens": 24},
+        evidence=("full", "sketch"),
+        rows=("auto", "all", "sampled"),
+        retention=(0.2,),
+    )
+    made = bench_documents(model, options, documents, tmp_path)
+    keys = [(row.evidence, row.rows, row.attend) for row in made.rows]
+    assert keys == [
+        ("exact", None, None),
+        ("full", None, "selected"),
+        ("full", None, "loaded"),
+        *[
+            ("sketch", rows, attend)
+            for rows in ("auto", "all", "sampled")
+            for attend in ("selected", "loaded")
+        ],
+    ]
+    for attend, meant, other in (("selected", "all", "sampled"), ("loaded", "sampled", "all")):
+        found = {
+            rows: row_of(made, evidence="sketch", rows=rows, attend=attend).pairs
+            for rows in ("auto", "all", "sampled")
+        }
+        assert found["auto"] == found[meant] != found[other]
+
+
+def test_the_agreement_of_probe_heads_is_handed_on(
+    model: LoadedModel, documents: Path, tmp_path: Path
+):
+    (one,) = options_of(evidence=("heads",), retention=(0.2,), attend=("loaded",)).combinations()
+    given = SparseOptions(threshold=0.5, fallback="never", rows="all")
+    sparse = one.sparse(given, seed=7)
+    assert (sparse.threshold, sparse.fallback, sparse.rows) == (0.5, "never", "all")
+    assert (sparse.evidence, sparse.retention, sparse.seed) == ("heads", 0.2, 7)
+    for fallback, share in (("always", 1.0), ("never", 0.0)):
+        options = options_of(
+            evidence=("full", "heads"),
+            retention=(0.2,),
+            attend=("selected",),
+            shared=SparseOptions(fallback=fallback),
+        )
+        made = bench_documents(model, options, documents, tmp_path)
+        assert row_of(made, evidence="heads").mean("fallback_ratio") == share
+        assert row_of(made, evidence="full").mean("fallback_ratio") == 0.0
 
 
 def test_progress_counts_runs(model: LoadedModel, documents: Path, tmp_path: Path):
@@ -234,7 +312,8 @@ def test_progress_counts_runs(model: LoadedModel, documents: Path, tmp_path: Pat
 def test_questions_are_measured_one_by_one(model: LoadedModel, documents: Path, tmp_path: Path):
     path = tmp_path / "questions.jsonl"
     path.write_text('{"prompt": "Who?"}\n{"prompt": "Why so?"}\n{"prompt": "Where?"}\n')
-    options = options_of({"queries": path, "history": 1}, evidence=("static",), retention=(0.2,))
+    cases = {"queries": path, "history": 1, "history_from": "same"}
+    options = options_of(cases, evidence=("static",), retention=(0.2,))
     made = bench_documents(model, options, documents, tmp_path)
     pairs = made.rows[1].pairs
     assert [(pair.prefix, pair.query) for pair in pairs] == [("a", 0), ("a", 1), ("b", 0), ("b", 1)]
@@ -258,6 +337,7 @@ def test_a_store_is_measured_as_it_is_and_stays_so(model: LoadedModel, tmp_path:
         ("random", None, 32),
     }
     assert made.prefixes == [("p", 90 - QUERY)]
+    assert made.history_from is None
     assert "p: static was left out" in made.warnings[-1]
 
 
@@ -291,6 +371,7 @@ def test_a_folder_that_cannot_hold_the_stores_is_named(
         ({"evidence": ("auto",)}, "evidence 'auto'"),
         ({"sets": ("two",)}, "sets 'two'"),
         ({"attend": ("all",)}, "attend 'all'"),
+        ({"rows": ("some",)}, "rows 'some' is not known; use one or more of auto, all, sampled"),
         ({"retention": (0.0,)}, "retention 0"),
         ({"sketch_bits": (3,)}, "3 bits"),
         ({"chunk_tokens": (8,)}, "chunks of 8 tokens"),

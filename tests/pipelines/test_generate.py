@@ -11,8 +11,9 @@ from pipelines import generate
 from pipelines.attention import SEGMENT_TOKENS
 from pipelines.generate import QueryOptions, answer
 from store.errors import ChunkLoadError, InvalidValueError, PromptError
+from store.itf.options import SparseOptions
 from store.stats import STAGES
-from tests.helpers import ask, ids_of, new_store, open_store, put
+from tests.helpers import ask, ids_of, new_store, open_store, put, worst
 from tests.tiny import make_tiny
 
 MODEL = make_tiny("gqa", positions=256)
@@ -22,9 +23,6 @@ QUESTION = ids_of(4, seed=50)
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"retention": 0.25}, "only 1.0"),
-        ({"retention": 0.0}, "out of range"),
-        ({"retention": 1.5}, "out of range"),
         ({"max_new_tokens": 0}, "1 or more"),
         ({"plan": "guess"}, "force-load"),
         ({"insert": "maybe"}, "exact, never"),
@@ -157,7 +155,7 @@ def test_a_failed_load_ends_even_if_it_fails_every_time(tmp_path: Path, monkeypa
         put(store, MODEL, ids_of(100))
         broken = ChunkLoadError("unknown", "k", 0, 2, 32, "injected")
 
-        def always(self, layer):
+        def always(self, _layer, _futures):
             if self.matched_len:
                 raise broken
 
@@ -167,13 +165,38 @@ def test_a_failed_load_ends_even_if_it_fails_every_time(tmp_path: Path, monkeypa
         assert given.stats.recovered_chunks >= 1
 
 
+def test_what_a_sparse_answer_computed_is_never_stored(tmp_path: Path):
+    with new_store(tmp_path / "kv", MODEL, probes="sketch") as store:
+        put(store, MODEL, ids_of(100))
+        longer = ids_of(160)
+        sparse = SparseOptions(retention=0.1, attend="selected")
+        given = ask(store, MODEL, longer, QUESTION, insert="exact", name="long", sparse=sparse)
+        assert (given.stats.reused_tokens, given.inserted_tokens) == (100, 60)
+        assert len(given.layers) == MODEL.shape.num_layers
+        again = ask(store, MODEL, longer, QUESTION)
+        assert again.stats.reused_tokens == 160
+        assert worst(again, MODEL, longer, QUESTION) <= 1e-4
+
+
+def test_a_store_that_cannot_be_written_says_so_after_a_sparse_answer_too(tmp_path: Path):
+    with new_store(tmp_path / "kv", MODEL, probes="sketch") as store:
+        put(store, MODEL, ids_of(100))
+        store._index.read_only = True
+        notes = [
+            ask(store, MODEL, ids_of(160), QUESTION, insert="exact", sparse=sparse).insert_note
+            for sparse in (SparseOptions(), SparseOptions(retention=0.1))
+        ]
+        store._index.read_only = False
+        assert notes[0] == notes[1] != ""
+
+
 def test_memory_given_back_by_a_query_serves_the_next(tmp_path: Path):
     with new_store(tmp_path / "kv", MODEL) as store:
         put(store, MODEL, ids_of(100))
-        first = store._arenas[0]
+        first = store._runs._arenas[0]
         for _ in range(3):
             ask(store, MODEL, ids_of(100), QUESTION)
-        assert store._arenas == [first]
+        assert store._runs._arenas == [first]
         long = ask(store, MODEL, np.tile(ids_of(100), 2), QUESTION, tokens=9)
         assert long.stats.reused_tokens == 100
-        assert len(store._arenas) == 1
+        assert len(store._runs._arenas) == 1

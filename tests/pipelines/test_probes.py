@@ -23,6 +23,7 @@ from pipelines.probes import (
 from pipelines.progress import ProgressEvent
 from store.disk import layout as disk_layout
 from store.disk.sidecar_layout import array_path
+from store.disk.verify import BadChunk
 from store.engine import PrefixStore
 from store.itf.importance import column_sums
 from store.probes import ProbeSettings
@@ -127,6 +128,12 @@ def test_damaged_and_missing_sidecars_are_written_again_without_a_model(tmp_path
         assert store.verify().bad == []
         assert store.quarantined() == []
         assert len(store.probe_rows()) == 6
+
+
+def test_a_damaged_sidecar_of_a_node_that_is_gone_is_left_alone(tmp_path: Path):
+    with filled(tmp_path / "kv", SKETCH) as store:
+        gone = BadChunk("0" * 20, "probe-sketch", 0, -1, "checksum differs")
+        assert mend_probes(store, [gone]).added == 0
 
 
 def test_a_node_damaged_in_keys_and_sidecar_is_mended_whole(tmp_path: Path):

@@ -85,6 +85,7 @@ def test_a_recipe_knows_the_names_the_engine_knows():
         ("evidence", options.EVIDENCE),
         ("attend", options.ATTEND),
         ("sets", options.SETS),
+        ("rows", options.ROWS),
         ("fallback", options.FALLBACK),
     ):
         for value in known:

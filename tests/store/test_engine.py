@@ -655,19 +655,17 @@ def zeros(tokens: int) -> np.ndarray:
 def test_a_read_that_hangs_is_a_miss(tmp_path: Path, monkeypatch):
     import threading
 
-    from store.disk import reader as reader_module
-
     with new_store(tmp_path / "kv", MODEL) as store:
         put(store, MODEL, ids_of(30))
     gate = threading.Event()
-    real = reader_module.pread_full
+    real = os.preadv
 
     def hanging(*args):
         gate.wait(20)
         return real(*args)
 
     with open_store(tmp_path / "kv", MODEL, deadline_s=0.2) as store:
-        monkeypatch.setattr(reader_module, "pread_full", hanging)
+        monkeypatch.setattr(os, "preadv", hanging)
         given = ask(store, MODEL, ids_of(30), QUESTION)
         gate.set()
         assert given.stats.reused_tokens == 0

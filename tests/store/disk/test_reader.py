@@ -73,6 +73,26 @@ def test_rows_arrive_whatever_the_alignment(codec, direct, offset_rows, span, tm
         assert count.read_bytes == count.wanted_bytes
 
 
+@pytest.mark.parametrize("needed", [512, 4096])
+@pytest.mark.parametrize("size", [132, 600, 5000, 20000])
+def test_a_file_too_short_to_tell_is_read_in_the_largest_blocks(
+    size, needed, tmp_path: Path, monkeypatch
+):
+    path = tmp_path / "file"
+    path.write_bytes(bytes(size))
+    if not probe_direct(path):
+        pytest.skip("the file system of the temporary folder does not take O_DIRECT")
+
+    def strict(fd: int, buffers: list[memoryview], at: int) -> int:
+        """A device of ``needed`` bytes per block: nothing is refused past the end of a file."""
+        if at < size and (at % needed or len(buffers[0]) % needed):
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return max(0, min(len(buffers[0]), size - at))
+
+    monkeypatch.setattr(os, "preadv", strict)
+    assert probe_direct(path) == (4096 if size < 1024 else needed)
+
+
 def test_counted_bytes_are_what_the_kernel_read(tmp_path: Path):
     files, _ = node(tmp_path, 4096)
     if not probe_direct(disk_layout.shard_path(files.group, "k", 0)):

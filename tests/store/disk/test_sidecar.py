@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from pathlib import Path
 from typing import NamedTuple
@@ -13,6 +14,7 @@ import torch
 import zarr
 
 from store.disk import layout as disk_layout
+from store.disk import sidecar_writer
 from store.disk.io import Arena, IOOptions
 from store.disk.reader import ChunkReader
 from store.disk.sidecar import (
@@ -30,7 +32,7 @@ from store.disk.sidecar_layout import (
     sidecar_attributes,
 )
 from store.disk.sidecar_writer import SidecarWriter, as_tensor
-from store.errors import ChunkLoadError, InvalidValueError
+from store.errors import ChunkLoadError, InvalidValueError, StoreFullError
 from store.identity import ModelIdentity
 from store.index.rows import ProbeRow
 from store.info import StoreInfo, new_info
@@ -282,6 +284,32 @@ def test_a_writer_that_fails_leaves_what_was_there(tmp_path: Path):
     writer.discard()
     assert [path.name for path in written.group.parent.iterdir()] == ["probe-sketch"]
     assert written.open().bits == 2
+
+
+def test_keys_of_heads_put_in_place_since_the_sidecar_was_opened_are_refused(
+    reader, tmp_path: Path
+):
+    # Their checksum is right, and they are other heads' keys.
+    opened = write(tmp_path, ProbeSpec(heads=((0,), (1,)))).open()
+    read_heads(opened, reader, 0)
+    write(tmp_path, ProbeSpec(heads=((2,), (3,))))
+    with pytest.raises(ChunkLoadError, match="replaced"):
+        read_heads(opened, reader, 0)
+
+
+def test_a_writer_that_cannot_even_begin_leaves_nothing_beside_its_place(
+    tmp_path: Path, monkeypatch
+):
+    written = write(tmp_path, SKETCH2)
+
+    def full(path: Path, *_: object) -> None:
+        path.mkdir()
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(sidecar_writer, "create_sidecar", full)
+    with pytest.raises(StoreFullError):
+        SidecarWriter(written.group, written.shape, 130, SKETCH4, {})
+    assert [path.name for path in written.group.parent.iterdir()] == ["probe-sketch"]
 
 
 @pytest.mark.parametrize("name", SPECS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from concurrent.futures import Future
 
 import numpy as np
 import pytest
@@ -11,8 +12,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from store.disk.sidecar import SketchData
 from store.itf import importance
+from store.itf.evidence import MAX_STRIDE, SAMPLED_TOKENS, Sketch, SketchPart
 from store.itf.importance import agreement, column_sums, jaccard, keep_count, threshold, top_k
+from store.itf.sketch import quantise, unpack
+from store.stats import RunCounters
+from store.types import KVShape
 
 DIM = 8
 #: name -> (KV heads, query heads of each)
@@ -116,6 +122,135 @@ def test_inputs_that_are_views_of_another_layout_are_read_right() -> None:
     q, k, k_new = tensors("gqa")
     turned = (part.transpose(0, 1).contiguous().transpose(0, 1) for part in (q, k, k_new))
     torch.testing.assert_close(column_sums(*turned, None), column_sums(q, k, k_new, None))
+
+
+def sampled_places(groups: int, per_group: int, m: int, stride: int) -> list[list[int]]:
+    """[query head of the group, new token] of each sampled row; all groups sample alike."""
+    places = torch.stack([torch.arange(per_group * m) // m, torch.arange(per_group * m) % m], 1)
+    rows = places.float().expand(groups, -1, -1)
+    taken, tokens = importance._sampled(rows, m, stride)
+    assert all(torch.equal(taken[0], group) for group in taken)
+    assert torch.equal(taken[0, :, 1].long(), tokens)
+    return [[int(head), int(token)] for head, token in taken[0]]
+
+
+@pytest.mark.parametrize("per_group", [1, 2, 3, 4, 7])
+@pytest.mark.parametrize("m", [1, 2, 5, 12, 30])
+def test_every_new_token_is_seen_by_exactly_one_head_where_all_take_turns(
+    per_group: int, m: int
+) -> None:
+    places = sampled_places(2, per_group, m, per_group)
+    assert sorted(token for _, token in places) == list(range(m))
+    # No head is asked more than once more often than another.
+    turns = [sum(head == one for head, _ in places) for one in range(per_group)]
+    assert max(turns) - min(turns) <= 1
+
+
+@pytest.mark.parametrize(("per_group", "stride"), [(3, 2), (8, 4), (9, 4), (4, 3)])
+def test_fewer_turns_than_heads_leave_no_new_token_and_no_head_out(
+    per_group: int, stride: int
+) -> None:
+    m = 14
+    places = sampled_places(1, per_group, m, stride)
+    seen = [sum(token == one for _, token in places) for one in range(m)]
+    # One in ``stride`` heads sees a token.
+    assert set(seen) <= {per_group // stride, -(-per_group // stride)}
+    assert {head for head, _ in places} == set(range(per_group))
+
+
+@pytest.mark.parametrize("kind", HEADS)
+def test_a_stride_of_one_gives_the_exact_sums(kind: str) -> None:
+    parts = tensors(kind, n=40, m=17)
+    assert torch.equal(column_sums(*parts, None, 1), column_sums(*parts, None))
+
+
+def sums_of_places(parts: Tensors, stride: int) -> np.ndarray:
+    """Sums over the rows (head + token) % stride == 0 alone, one by one in float64, scaled up."""
+    q, k, k_new = parts
+    n, groups = k.shape[:2]
+    sums = np.zeros((groups, n))
+    for head, i in itertools.product(range(len(q)), range(q.shape[1])):
+        group, turn = divmod(head, len(q) // groups)
+        if (turn + i) % stride == 0:
+            before = torch.cat([k[:, group], k_new[group, :i]])[:, None]
+            row, own = q[head : head + 1, i : i + 1], k_new[group : group + 1, i : i + 1]
+            sums[group] += naive_sums(row, before, own, None)[0, :n]
+    return stride * sums
+
+
+@pytest.mark.parametrize(("kind", "stride"), [("gqa", 3), ("gqa", 2), ("mqa", 4), ("mqa", 3)])
+@pytest.mark.parametrize("rows", [2, 5, 1000])
+def test_a_sample_sees_what_its_own_tokens_see(
+    monkeypatch: pytest.MonkeyPatch, kind: str, stride: int, rows: int
+) -> None:
+    parts = tensors(kind, n=20, m=9)
+    monkeypatch.setattr(importance, "BLOCK_BYTES", 4 * rows * (20 + 9))
+    found = column_sums(*parts, None, stride)
+    assert found.dtype == torch.float32
+    np.testing.assert_allclose(found.numpy(), sums_of_places(parts, stride), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("kind", "stride"), [("gqa", 3), ("mqa", 4)])
+def test_heads_that_ask_the_same_are_estimated_without_an_error(kind: str, stride: int) -> None:
+    q, k, k_new = tensors(kind, n=30, m=13)
+    q = q[::stride].repeat_interleave(stride, 0)
+    exact = column_sums(q, k, k_new, None)
+    torch.testing.assert_close(column_sums(q, k, k_new, None, stride), exact)
+
+
+@pytest.mark.parametrize(("kind", "stride"), [("gqa", 3), ("gqa", 2), ("mqa", 4)])
+def test_an_estimate_is_as_large_as_the_exact_sums_on_average(kind: str, stride: int) -> None:
+    exact, estimate = torch.zeros(2, 200, dtype=torch.float64)
+    for seed in range(200):
+        # 24 new tokens: as many rows of each head for every stride here.
+        parts = tensors(kind, n=40, m=24, seed=seed)
+        exact[seed] = column_sums(*parts, None).sum()
+        estimate[seed] = column_sums(*parts, None, stride).sum()
+    assert float((estimate / exact).mean()) == pytest.approx(1.0, abs=0.02)
+    # And it is an estimate: no input gives the sums themselves.
+    assert not torch.isclose(estimate, exact, rtol=1e-6).any()
+
+
+@pytest.mark.parametrize(("kind", "stride"), [("gqa", 3), ("mqa", 4)])
+def test_every_head_has_a_say_in_an_estimate(kind: str, stride: int) -> None:
+    q, k, k_new = tensors(kind, n=30, m=stride)
+    before = column_sums(q, k, k_new, None, stride)
+    for head in range(len(q)):
+        changed = q.clone()
+        changed[head] *= -1
+        after = column_sums(changed, k, k_new, None, stride)
+        groups = (after != before).any(1)
+        assert groups.nonzero().flatten().tolist() == [head // stride]
+
+
+def sketch_of(k: torch.Tensor, sampled: bool) -> Sketch:
+    """Evidence of one layer whose 4-bit sketch is in memory."""
+    codes = quantise(k, 4)
+    shape = KVShape(1, num_heads=k.shape[1], num_kv_heads=k.shape[1], head_dim=DIM, dtype="float32")
+    arrays = [part[None].numpy() for part in (codes.code, codes.scale, codes.zero)]
+    data: Future[SketchData] = Future()
+    data.set_result(SketchData(*arrays, bytes=0, count=None))  # type: ignore[arg-type]
+    part = SketchPart(data, len(k), 4, fresh=False)
+    return Sketch([part], shape, RunCounters(), 1.0, sampled=sampled)
+
+
+@pytest.mark.parametrize(
+    ("kind", "m", "sampled", "stride"),
+    [
+        ("gqa", SAMPLED_TOKENS, True, 3),
+        ("gqa", SAMPLED_TOKENS, False, 1),
+        ("gqa", SAMPLED_TOKENS - 1, True, 1),
+        ("mqa", 40, True, min(4, MAX_STRIDE)),
+        ("mha", 40, True, 1),
+    ],
+)
+def test_a_sketch_scores_a_sample_of_the_rows_only_where_there_are_enough(
+    kind: str, m: int, sampled: bool, stride: int
+) -> None:
+    q, k, k_new = tensors(kind, n=70, m=m)
+    unpacked = unpack(quantise(k, 4), 4)[: len(k)]
+    expected = column_sums(q, unpacked, k_new, None, stride)
+    torch.testing.assert_close(sketch_of(k, sampled).importance(0, q, k_new, None), expected)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,169 @@
+"""Makes the runs of an open store and takes back what they used.
+
+Owns the memory that queries share and keep: arenas, resident sketches, the host tier. Matching is
+the engine's; what a run does is `query_run`'s and `fetch`'s.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from store.buffers import RunBuffers, arena_bytes
+from store.chunk_load import LoadPart
+from store.disk.io import Arena
+from store.disk.reader import ChunkReader
+from store.errors import ChunkLoadError, InvalidValueError
+from store.fetch import Fetch, FullFetch, Observer
+from store.index.radix import MatchedNode
+from store.itf.evidence import Evidence
+from store.itf.options import SparseOptions
+from store.prepare import EvidenceMaker
+from store.query_run import QueryRun
+from store.recorder import RunRecorder
+from store.resident import SketchCache
+from store.settle import settle
+from store.sparse import SparseFetch, needs_aside
+from store.stats import RunCounters
+from store.tier.host import HostTier
+from store.tier.policy import make_policy
+from store.types import KVShape
+
+log = logging.getLogger(__name__)
+
+#: Arenas kept for the next query; more would hold memory that one query at a time can't use.
+_KEPT_ARENAS = 1
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryOptions:
+    """What a store may keep in memory between queries; hard limits in bytes.
+
+    Parameters
+    ----------
+    sketch_bytes
+        Sketches that stay resident.
+    tier_bytes
+        Chunks of KV that stay resident; 0 keeps none.
+    policy
+        Which of them, one of `store.tier.policy.POLICIES`.
+    """
+
+    sketch_bytes: int = 1 << 30
+    tier_bytes: int = 0
+    policy: str = "score"
+
+    def __post_init__(self) -> None:
+        for name, value in (("sketch", self.sketch_bytes), ("tier", self.tier_bytes)):
+            if value < 0:
+                raise InvalidValueError(f"{name} memory of {value} bytes is not allowed; use 0 up")
+        make_policy(self.policy)
+
+
+@dataclass(frozen=True, slots=True)
+class RunRequest:
+    """What a run is for: matched nodes, their parts, rows it needs, what to load of them."""
+
+    nodes: Sequence[MatchedNode]
+    parts: Sequence[LoadPart]
+    capacity: int
+    options: SparseOptions
+    observer: Observer | None
+    record: bool
+
+
+class RunMaker:
+    """Runs of one store, made and ended.
+
+    Parameters
+    ----------
+    evidence
+        Called with the sketch cache, as the maker of evidence needs it.
+    withdraw
+        Takes a sidecar that failed to load out of use.
+    on_end
+        Called after each run.
+    """
+
+    def __init__(
+        self,
+        shape: KVShape,
+        chunk_tokens: int,
+        reader: ChunkReader,
+        device: torch.device,
+        memory: MemoryOptions,
+        recorder: RunRecorder,
+        evidence: Callable[[SketchCache], EvidenceMaker],
+        withdraw: Callable[[ChunkLoadError], None],
+        on_end: Callable[[], None],
+    ) -> None:
+        self._shape, self._reader, self._device = shape, reader, device
+        self._recorder, self._withdraw, self._on_end = recorder, withdraw, on_end
+        self._arenas: list[Arena] = []
+        self._sketches = SketchCache(reader, memory.sketch_bytes)
+        self._evidence = evidence(self._sketches)
+        self.tier: HostTier | None = None
+        if memory.tier_bytes:
+            policy = make_policy(memory.policy)
+            self.tier = HostTier(shape, chunk_tokens, memory.tier_bytes, policy)
+
+    def make(self, request: RunRequest) -> QueryRun:
+        """Begin a run: reads start now. Raises `InvalidValueError` for evidence not stored."""
+        options, counters = request.options, RunCounters()
+        sparse = options.sparse and bool(request.parts)
+        evidence = self._make_evidence(request, counters) if sparse else None
+        matched_len = sum(part.used for part in request.parts)
+        arrivals = matched_len if sparse and needs_aside(options, evidence) else 0
+        arena = self._take_arena(arena_bytes(self._shape, request.capacity, arrivals))
+        buffers = RunBuffers(self._shape, arena, request.capacity, self._device, arrivals)
+        common = (request.parts, self._reader, buffers)
+        fetch: Fetch
+        if sparse:
+            fetch = SparseFetch(*common, options, evidence, counters, self.tier)
+        else:
+            fetch = FullFetch(*common, request.observer, self.tier)
+        if self.tier is not None:
+            self.tier.pin(part.files for part in request.parts)
+        return QueryRun(buffers, fetch, self._end_recorded if request.record else self._end)
+
+    def _make_evidence(self, request: RunRequest, counters: RunCounters) -> Evidence | None:
+        """Evidence of a query; a damaged sidecar is withdrawn, and what is left serves instead."""
+        options = request.options
+        while True:
+            try:
+                return self._evidence.make(options, list(request.nodes), counters)
+            except ChunkLoadError as error:
+                log.warning("going on without a sidecar: %s", error)
+                self._withdraw(error)
+                options = replace(options, evidence="auto")
+
+    def _take_arena(self, size: int) -> Arena:
+        for arena in self._arenas:
+            if arena.size >= size:
+                self._arenas.remove(arena)
+                break
+        else:
+            # One that is too small is dropped rather than kept beside a larger one.
+            self._arenas.clear()
+            arena = Arena(size)
+        if self._reader.options.poison:
+            arena.poison()
+        return arena
+
+    def _end_recorded(self, run: QueryRun, arena: Arena | None) -> None:
+        """Note what the run found to be important, then take its memory back."""
+        if isinstance(run.fetch, SparseFetch):
+            self._recorder.add(run.fetch)
+        self._end(run, arena)
+
+    def _end(self, run: QueryRun, arena: Arena | None) -> None:
+        if self.tier is not None:
+            self.tier.unpin(part.files for part in run.fetch.parts)
+            if arena is not None:
+                settle(self.tier, run.fetch)
+        if arena is not None and len(self._arenas) < _KEPT_ARENAS:
+            self._arenas.append(arena)
+        self._on_end()
