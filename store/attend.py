@@ -77,8 +77,10 @@ class CausalAttention:
             future = torch.ones(m, m, dtype=torch.bool, device=q.device).triu_(1)
             mask[:, n - m :].masked_fill_(future, float("-inf"))
             self._mask = (key, mask.repeat(repeats, 1))
-        # Layers that keep fewer prefix rows see the end of the same mask.
-        return self._mask[1][:, self._mask[1].shape[1] - n :]
+        # Layers that keep fewer prefix rows see the end of the same mask. Kernels of other devices
+        # may want it aligned.
+        part = self._mask[1][:, self._mask[1].shape[1] - n :]
+        return part if part.device.type == "cpu" else part.contiguous()
 
 
 def _folded(

@@ -18,7 +18,7 @@ from store import maintenance
 from store.access import AccessStats
 from store.chunk_load import LoadPart
 from store.disk.io import IOOptions
-from store.disk.layout import PROBE_PREFIX
+from store.disk.layout import PROBE_PREFIX, generation_dir
 from store.disk.reader import ChunkReader
 from store.disk.sidecar import SidecarFiles
 from store.disk.sidecar_layout import NodeFacts
@@ -275,14 +275,17 @@ class PrefixStore:
 
     def _evidence_maker(self, sketches: SketchCache) -> EvidenceMaker:
         find = self._sidecars.get
-        return EvidenceMaker(self.shape, self._reader, find, sketches, self.access)
+        withdrawn = self._sidecars.withdrawn
+        return EvidenceMaker(self.shape, self._reader, find, sketches, self.access, withdrawn)
 
     def _end_run(self) -> None:
         """Let go of what a run kept from being deleted, and of chunks of what is gone."""
         if self._files.dropped and self._runs.tier is not None:
-            nodes = (self._index.tree.get(row.node_id) for row in self.nodes())
-            self._runs.tier.forget({str(self._files.group(node)) for node in nodes})
-            self._files.dropped = False
+            # By the catalog: the tree may not know yet what another process has added.
+            keep = {
+                str(generation_dir(self.path, row.node_id, row.generation)) for row in self.nodes()
+            }
+            self._files.dropped = not self._runs.tier.forget(keep)
         self._index.end_run()
 
     def io_note(self) -> str | None:

@@ -98,7 +98,7 @@ class PrefixNotFoundError(StoreError, KeyError):
         return str(self.args[0]) if self.args else ""
 
 
-#: Array names of evidence begin so: losing it costs no KV.
+#: Array names and folders of evidence begin so: losing it costs no KV.
 PROBE_PREFIX = "probe-"
 
 

@@ -78,8 +78,10 @@ class Fetch(ABC):
     def close(self) -> bool:
         """Cancel or wait for reads; False where one hangs and keeps the buffers for ever."""
         running = [future for future in self.pending() if not future.cancel()]
-        deadline = self.reader.options.deadline_s
-        return not (wait(running, timeout=deadline).not_done if running else ())
+        deadline, started = self.reader.options.deadline_s, time.perf_counter()
+        hung = wait(running, timeout=deadline).not_done if running else ()
+        self.counters.load_wait_s += time.perf_counter() - started
+        return not hung
 
     def submit(self, loads: Sequence[ChunkLoad], jobs: int) -> list[Future[ReadCount]]:
         """Start reading what memory lacks of some loads, each in up to ``jobs`` jobs."""

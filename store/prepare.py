@@ -5,7 +5,7 @@ Owns the choice behind ``auto`` and the errors where what was asked for is not s
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import Future
 
 import numpy as np
@@ -38,8 +38,10 @@ class EvidenceMaker:
         find: FindSidecar,
         sketches: SketchCache,
         access: AccessStats,
+        withdrawn: Collection[tuple[str, str]] = (),
     ) -> None:
         self._shape, self._reader, self._find = shape, reader, find
+        self._withdrawn = withdrawn
         self._sketches, self._access = sketches, access
 
     def make(
@@ -66,7 +68,8 @@ class EvidenceMaker:
             if files[0].bits is not None:
                 return self._sketch(files, used, counters, sampled=options.sampled)
             return self._probe_heads(files, used, counters)
-        if name == "auto":
+        if name == "auto" or any((node.node.node_id, name) in self._withdrawn for node in nodes):
+            # Damage that an earlier query met is no more this one's error than it was that one's.
             return None
         raise InvalidValueError(
             f"evidence {name!r} is not stored for all of this prefix; add it with "

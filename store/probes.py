@@ -152,6 +152,8 @@ class Sidecars:
         self._identity_digest = info.identity.digest()
         self._opened: dict[tuple[str, str], SidecarFiles] = {}
         self._opened_for = index.probes
+        #: Sidecars that failed in this process, by (node id, kind).
+        self.withdrawn: set[tuple[str, str]] = set()
 
     @property
     def settings(self) -> ProbeSettings:
@@ -219,6 +221,7 @@ class Sidecars:
         for row in rows:
             self._index.probes[row.node_id, row.kind] = row
             self._opened.pop((row.node_id, row.kind), None)
+            self.withdrawn.discard((row.node_id, row.kind))
 
     def add(self, node: NodeFacts, kind: str, open_keys: Callable[[], KeysOf]) -> int:
         """Give a stored node the sidecar that the setting asks for; returns the bytes written.
@@ -268,6 +271,7 @@ class Sidecars:
         if row is None:
             return
         self.forget(error.node_id, kind)
+        self.withdrawn.add((error.node_id, kind))
         if self._index.read_only:
             return
         try:

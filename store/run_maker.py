@@ -155,9 +155,11 @@ class RunMaker:
 
     def _end_recorded(self, run: QueryRun, arena: Arena | None) -> None:
         """Note what the run found to be important, then take its memory back."""
-        if isinstance(run.fetch, SparseFetch):
-            self._recorder.add(run.fetch)
-        self._end(run, arena)
+        try:
+            if isinstance(run.fetch, SparseFetch):
+                self._recorder.add(run.fetch)
+        finally:
+            self._end(run, arena)
 
     def _end(self, run: QueryRun, arena: Arena | None) -> None:
         if self.tier is not None:

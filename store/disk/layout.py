@@ -26,6 +26,7 @@ from numcodecs.blosc import Blosc
 from numcodecs.zstd import Zstd
 from zarr.codecs import BloscCodec, Crc32cCodec, ZstdCodec
 
+from store import errors
 from store.errors import InvalidValueError
 from store.index.mapping import chunk_count
 from store.types import KVShape
@@ -37,7 +38,7 @@ SMALL_ARRAYS = ("tokens", "k_crc", "v_crc", "rows")
 INDEX_ENTRY = 16
 MISSING = np.uint64(2**64 - 1)
 #: Begins the name of a sidecar's folder and of the array that an error about it names.
-PROBE_PREFIX = "probe-"
+PROBE_PREFIX = errors.PROBE_PREFIX
 #: Every array is written with these: keys without folders per layer, and no chunk left out.
 ARRAY_OPTIONS: dict[str, Any] = {
     "chunk_key_encoding": {"name": "default", "separator": "."},

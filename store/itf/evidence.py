@@ -32,6 +32,11 @@ SAMPLED_TOKENS = 16
 MAX_STRIDE = 4
 
 
+def row_stride(heads: int) -> int:
+    """Of ``heads`` query heads that take turns: the most turns that weigh all new tokens alike."""
+    return next(turns for turns in range(MAX_STRIDE, 0, -1) if heads % turns == 0)
+
+
 def awaited(futures: Sequence[Future[T]], counters: RunCounters, deadline_s: float) -> list[T]:
     """Results of reads of evidence; the wait is counted. Raises `ChunkLoadError`."""
     started = time.perf_counter()
@@ -145,7 +150,7 @@ class Sketch(Evidence):
             base += part.used
         stride = 1
         if self._sampled and q.shape[1] >= SAMPLED_TOKENS:
-            stride = min(q.shape[0] // k_new.shape[0], MAX_STRIDE)
+            stride = row_stride(q.shape[0] // k_new.shape[0])
         keys = self._keys[: self._n].to(q.device)
         return column_sums(q, keys, k_new, scaling, stride)
 

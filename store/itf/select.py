@@ -9,8 +9,7 @@ selected token is read whole, keys and values alike::
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -127,21 +126,3 @@ def plan_part(selected: np.ndarray, part: Extent, max_gap: int) -> PartPlan:
     rows = (run_chunks(runs)[:, None] * size + np.arange(size)).ravel()
     # The last chunk may go on past the tokens that this query uses.
     return PartPlan(runs, len(chunks), rows[rows < part.used] + part.start)
-
-
-def split_runs(runs: ChunkRuns, pieces: int) -> Sequence[ChunkRuns]:
-    """Cut runs into up to ``pieces`` lists of about as many chunks, between runs or inside one."""
-    total = int((runs.stop - runs.start).sum())
-    if total == 0:
-        return []
-    sizes = runs.stop - runs.start
-    ends = np.cumsum(sizes)
-    cuts = np.unique(np.linspace(0, total, min(pieces, total) + 1).astype(np.int64))
-    out = []
-    for lo, hi in itertools.pairwise(cuts.tolist()):
-        first, last = np.searchsorted(ends, [lo, hi - 1], side="right")
-        start, stop = runs.start[first : last + 1].copy(), runs.stop[first : last + 1].copy()
-        start[0] += lo - (ends[first] - sizes[first])
-        stop[-1] -= ends[last] - hi
-        out.append(ChunkRuns(start, stop))
-    return out

@@ -125,13 +125,19 @@ class HostTier:
             if take.any():
                 self._admit(one, number, places[take], values[take], one.first_rows[take])
 
-    def forget(self, keep: set[str]) -> None:
-        """Drop every generation but those whose folder is in ``keep``."""
-        for name in [name for name in self._nodes if name not in keep]:
+    def forget(self, keep: set[str]) -> bool:
+        """Drop every generation but those whose folder is in ``keep``; whether all could go.
+
+        What a query under way has pinned stays until it ends.
+        """
+        gone = [name for name in self._nodes if name not in keep]
+        free = [name for name in gone if self._nodes[name].number not in self._pins]
+        for name in free:
             node = self._nodes.pop(name)
             slots = node.slots[node.slots >= 0].astype(np.int64)
             self._owner[slots] = _ABSENT
             self.slab.release(slots)
+        return len(free) == len(gone)
 
     def check_integrity(self) -> None:
         """Assert that tables, owners and free slots agree; for tests."""

@@ -22,6 +22,7 @@ from store.errors import (
     StoreFullError,
 )
 from store.index.catalog import Catalog
+from store.itf.options import SparseOptions
 from store.itf.sketch import quantise
 from store.maintenance import tree_bytes
 from store.probes import META_KEY, ProbeSettings
@@ -222,6 +223,23 @@ def test_a_damaged_sidecar_costs_evidence_and_no_token(kind, tmp_path: Path):
         check(store, ids_of(150))
         assert store.add_probe(row.node_id, kind) > 0
         check_sidecars(store)
+
+
+@pytest.mark.parametrize("kind", ["sketch", "heads"])
+def test_evidence_asked_for_by_name_may_be_damaged_in_every_query(kind, tmp_path: Path):
+    sparse = SparseOptions(retention=0.2, evidence=kind)
+    with store_with(tmp_path / "kv") as store:
+        put(store, ids_of(150))
+        (row,) = store.nodes()
+        group = disk_layout.sidecar_dir(store.path, row.node_id, kind)
+        flip_bit(array_path(group, "k" if kind == "heads" else "code"), 3)
+        for _ in range(2):
+            given = ask(store, MODEL, ids_of(150), ids_of(4, seed=9), sparse=sparse)
+            assert given.stats.reused_tokens == 150
+            assert {report.evidence for report in given.layers} == {"full"}
+        store.add_probe(row.node_id, kind)
+        given = ask(store, MODEL, ids_of(150), ids_of(4, seed=9), sparse=sparse)
+        assert given.layers[0].evidence == kind
 
 
 @pytest.mark.parametrize("array", ["zarr.json", "crc"])

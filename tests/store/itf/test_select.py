@@ -16,7 +16,6 @@ from store.itf.select import (
     choose,
     choose_by_probes,
     plan_part,
-    split_runs,
     vectors_loaded,
 )
 
@@ -135,16 +134,3 @@ def test_a_plan_holds_every_selected_token_and_says_where_each_row_comes_from(
     assert plan.wanted == len({(t - start) // size for t in own})
     if gap == 0:
         assert len(chunks) == plan.wanted
-
-
-@given(st.sets(st.integers(0, 60)), st.integers(1, 6))
-def test_split_runs_cover_the_same_chunks_in_order_and_evenly(chunks, pieces):
-    plan = plan_part(np.array(sorted(16 * c for c in chunks), dtype=np.int64), Part(0, 16 * 61), 0)
-    parts = split_runs(plan.runs, pieces)
-    assert len(parts) <= pieces
-    sizes = [len(run_chunks(part)) for part in parts]
-    joined = [c for part in parts for c in run_chunks(part).tolist()]
-    assert joined == sorted(chunks)
-    if sizes:
-        assert min(sizes) >= 1
-        assert max(sizes) - min(sizes) <= 1

@@ -7,13 +7,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from pipelines.attention import prefill
 from store.disk.io import IOOptions
 from store.engine import PrefixStore
 from store.errors import InvalidValueError
 from store.itf.options import SparseOptions
 from store.run_maker import MemoryOptions
 from store.tier.policy import POLICIES, ChunkFacts, make_policy
-from tests.helpers import ask, compute_and_store, ids_of, new_store, worst
+from tests.helpers import ask, compute_and_store, ids_of, new_store, open_store, worst
 from tests.sparse import sparse_run, worst_sparse
 from tests.tiny import make_tiny
 
@@ -141,6 +142,40 @@ def test_a_failed_run_offers_only_what_it_got(tmp_path: Path):
             store, MODEL, prefix, QUESTIONS[0], SparseOptions(retention=0.1, evidence="full")
         )
         run.close()
+        store._runs.tier.check_integrity()
+
+
+@pytest.mark.parametrize("options", [SparseOptions(retention=0.2), SparseOptions()])
+def test_a_run_ends_well_on_a_generation_that_was_replaced_meanwhile(options, tmp_path: Path):
+    filled(tmp_path / "kv")
+    prefix = ids_of(200, seed=5)
+    question = np.concatenate([[5], QUESTIONS[0]]).astype(np.uint32)
+    ids = np.concatenate([prefix, question])
+    with reopened(tmp_path / "kv", 1 << 24) as store:
+        ask(store, MODEL, prefix, question)
+        run, match = store.begin(ids, max_new_tokens=1, sparse=options)
+        with run:
+            for row in store.nodes():
+                store.replace(row.node_id, store.node_rows(row.node_id).layer)
+            ask(store, MODEL, ids_of(20, seed=77), question)
+            logits = prefill(MODEL.model, run, ids[match.matched_len :], logits=1)
+            assert not bool(logits.isnan().any())
+        store._runs.tier.check_integrity()
+        given = ask(store, MODEL, prefix, question)
+        assert worst(given, MODEL, prefix, question) <= 1e-4
+
+
+def test_a_run_ends_well_when_another_process_added_a_node_meanwhile(tmp_path: Path):
+    filled(tmp_path / "kv")
+    prefix = ids_of(200, seed=5)
+    ids = np.concatenate([prefix, QUESTIONS[0]])
+    with reopened(tmp_path / "kv", 1 << 24) as store, open_store(tmp_path / "kv", MODEL) as other:
+        compute_and_store(other, MODEL, ids_of(30, seed=40), "x")
+        run, match = store.begin(ids, max_new_tokens=1)
+        compute_and_store(other, MODEL, ids_of(30, seed=41), "y")
+        with run:
+            prefill(MODEL.model, run, ids[match.matched_len :], logits=1)
+        assert store._index._runs == 0
         store._runs.tier.check_integrity()
 
 
