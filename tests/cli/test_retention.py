@@ -14,10 +14,10 @@ from impress_cli.options import HostBudgetOption
 from impress_cli.query import command
 from impress_cli.retention import Choice, idle
 from impress_cli.units import parse_size
-from store.engine import HOST_BUDGET_BYTES
 from store.errors import InvalidValueError
 from store.itf import options
 from store.itf.options import SparseOptions
+from store.run_maker import MemoryOptions
 from tests.cli.conftest import Run
 
 
@@ -48,7 +48,7 @@ def test_the_help_names_the_engines_defaults() -> None:
 def test_the_help_names_the_engines_host_budget() -> None:
     help_text = str(HostBudgetOption.__metadata__[0].help)
     default = help_text.split("Default: ")[1].rstrip(".")
-    assert parse_size(default, "--host-budget") == HOST_BUDGET_BYTES
+    assert parse_size(default, "--host-budget") == MemoryOptions().sketch_bytes
 
 
 def test_nothing_said_means_everything_is_loaded() -> None:
