@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -103,9 +103,11 @@ class Asker:
             self.ui.line()  # notes that follow must not run on in the answer's line
         # O_DIRECT that can't be had is known after the first read.
         self._announce(self.store.io_note())
-        self._announce(missing_evidence(sparse, answer.layers, self.store.path))
+        keeps = bool(self.store.probes().specs)
+        self._announce(missing_evidence(sparse, answer.layers, self.store.path, keeps=keeps))
         if sparse.evidence == "auto" and answer.layers:
             self._say_once(chosen.choice.idle(_evidence_used(answer.layers)))
+        self._say_once(lone_head(chosen.choice.given(), answer.layers))
         parting = divergence(answer.matched, prefix.ids, self.model.tokenizer)
         return Reply(answer, prefix, parting, sparse)
 
@@ -181,15 +183,34 @@ class Asker:
 
 
 def missing_evidence(
-    sparse: SparseOptions, layers: Sequence[LayerReport], path: Path
+    sparse: SparseOptions, layers: Sequence[LayerReport], path: Path, *, keeps: bool
 ) -> str | None:
-    """Say how to get evidence that the store lacks, where all keys were read for want of it."""
+    """Say how to get evidence that is not stored, where all keys were read for want of it.
+
+    ``keeps``: whether the store has a setting that these nodes lag behind. Naming a kind would
+    drop the others from all nodes.
+    """
     if sparse.evidence != "auto" or not layers or _evidence_used(layers) != "full":
         return None
+    command = f"'impress reorder --store {path}"
+    adds = (
+        f"{command}' adds what the store keeps"
+        if keeps
+        else f"{command} --probe sketch' adds a sketch"
+    )
     return (
         "stored tokens of this prefix have no sketch or probe heads, so all keys were read to "
-        f"choose by; 'impress reorder --store {path} --probe sketch' adds a sketch"
+        f"choose by; {adds}"
     )
+
+
+def lone_head(given: Iterable[str], layers: Sequence[LayerReport]) -> list[str]:
+    """Say which options had nothing to compare, where a single head was probed."""
+    names = " and ".join(sorted({"alpha", "threshold"} & set(given)))
+    compared = any(layer.jaccard is not None for layer in layers)
+    if not names or not layers or compared or _evidence_used(layers) != "heads":
+        return []
+    return [f"{names} has no effect with one probe head, which has no other to agree with"]
 
 
 def _evidence_used(layers: Sequence[LayerReport]) -> str:

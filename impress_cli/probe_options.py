@@ -29,7 +29,7 @@ SketchBitsOption = Annotated[
     typer.Option(
         "--sketch-bits",
         metavar="2|4",
-        help="Bits per value of the sketch. Default 2.",
+        help="Bits per value of the sketch. Default: the store's own, else 2.",
         show_default=False,
     ),
 ]
@@ -39,7 +39,8 @@ ProbeHeadsOption = Annotated[
         "--probe-heads",
         metavar="auto|N|LIST",
         help="KV heads to probe: the first N, a list such as 0,2,5, or auto (chosen per layer on "
-        "stored prefixes). Default: the first 3, fewer for models with few KV heads.",
+        "stored prefixes). Default: the store's own, else the first 3, fewer for models with few "
+        "KV heads.",
         show_default=False,
     ),
 ]
@@ -78,7 +79,8 @@ class ProbeChoice:
                     f"{option} {value} has no effect with --probe {probe}; use --probe {kind} or "
                     "both"
                 )
-        bits = (self.bits or current.sketch_bits or 2) if sketch else None
+        kept = current.sketch_bits or 2
+        bits = (kept if self.bits is None else self.bits) if sketch else None
         chosen, calibrate = self._heads(shape, current) if heads else (None, None)
         settings = ProbeSettings(bits, chosen, calibrate)
         settings.check(shape)
@@ -100,8 +102,8 @@ class ProbeChoice:
             numbers = tuple(sorted(int(part) for part in self.heads.split(",")))
         except ValueError as error:
             raise InvalidValueError(
-                f"--probe-heads {self.heads} is not understood; use auto, a number of heads, or a "
-                "list such as 0,2,5"
+                f"--probe-heads {self.heads!r} is not understood; use auto, a number of heads, or "
+                "a list such as 0,2,5"
             ) from error
         if "," in self.heads:
             return (numbers,) * shape.num_layers, None

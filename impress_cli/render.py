@@ -140,7 +140,7 @@ def verify_lines(report: Mapping[str, Any]) -> list[str]:
     if not lines:
         return [f"{checked}: all good"]
     if "repaired" not in report:
-        hint = "queries recompute them meanwhile; 'impress verify --repair' rebuilds them"
+        hint = "queries do without them meanwhile; 'impress verify --repair' rebuilds them"
         return [*lines, f"{checked}: {len(lines)} bad ({hint})"]
     lines.append(f"{checked}: {len(lines)} bad, {len(report['repaired'])} nodes repaired")
     lines += [

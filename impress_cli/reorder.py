@@ -68,6 +68,8 @@ def command(
     for text in body["warnings"]:
         ui.warn(text)
     ui.line(_line(body))
+    for text in _notes(settings, choice, store):
+        ui.note(text)
 
 
 def _calibrated(
@@ -88,10 +90,12 @@ def _calibrated(
 def _plan(opened: PrefixStore, settings: ProbeSettings) -> dict[str, Any]:
     from pipelines.probes import first_heads, plan_probes
 
+    anew: tuple[str, ...] = ()
     if settings.calibrate is not None:
         # Which heads is not known yet; how many is, and with it the bytes.
         settings = replace(settings, heads=first_heads(opened.shape, settings.calibrate))
-    plan = plan_probes(opened, settings)
+        anew = ("heads",)
+    plan = plan_probes(opened, settings, anew=anew)
     return {"dry_run": True} | _body(
         nodes=len(opened.nodes()),
         bytes_written=plan.bytes,
@@ -135,6 +139,18 @@ def _body(
         "probes_dropped": probes_dropped,
         "warnings": warnings or [],
     }
+
+
+def _notes(settings: ProbeSettings, choice: ProbeChoice, store: Path) -> list[str]:
+    """What the line of a run does not tell."""
+    if settings.calibrate is not None and choice.heads == "auto":
+        return ["which heads auto takes is known once it ran; nodes that have them are skipped"]
+    if not choice.given and not settings.specs:
+        return [
+            f"the store keeps no probe layouts; 'impress reorder --store {store} --probe sketch' "
+            "adds a sketch"
+        ]
+    return []
 
 
 def _line(body: dict[str, Any]) -> str:

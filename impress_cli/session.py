@@ -49,9 +49,9 @@ def opened_store(
 
 
 def announce(ui: Ui, store: PrefixStore) -> None:
-    """Show the store's notes (read-only, no direct I/O, …)."""
+    """Show the store's notes (read-only, no direct I/O, …), once for a store opened again."""
     for text in store.notes:
-        ui.note(text)
+        ui.note_once(text)
 
 
 def stored_model(path: Path) -> tuple[str, str]:

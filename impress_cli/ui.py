@@ -11,7 +11,7 @@ import logging
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -30,6 +30,7 @@ class Ui:
     debug: bool = False
     quiet: bool = False
     show_progress: bool = True
+    _noted: set[str] = field(default_factory=set, init=False, repr=False, compare=False)
 
     def console(self) -> Console:
         """Console on stdout; without colour or cropping where stdout is not a terminal."""
@@ -61,6 +62,12 @@ class Ui:
         """Say something worth knowing on stderr, unless ``--quiet``."""
         if not self.quiet:
             _to_stderr(f"note: {text}")
+
+    def note_once(self, text: str) -> None:
+        """`note`, unless this run of the command has said it that way already."""
+        if text not in self._noted:
+            self._noted.add(text)
+            self.note(text)
 
     def warn(self, text: str) -> None:
         """Warn on stderr, also with ``--quiet``."""

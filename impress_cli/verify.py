@@ -45,6 +45,7 @@ def command(
     from impress_cli.envelope import envelope
     from impress_cli.render import verify_lines
     from impress_cli.session import opened_store
+    from pipelines.probes import plan_probes
     from pipelines.progress import ProgressEvent
     from store.disk.verify import kv_damage
 
@@ -54,9 +55,11 @@ def command(
             lambda done, total: progress(ProgressEvent("verify", done, total, "nodes"))
         )
         kv_bad = kv_damage(report.bad)
+        missing = len(plan_probes(opened, opened.probes(), drop=False).add)
         released = opened.release({place.node for place in kv_bad}) if repair else 0
     bad = [dict(zip(place._fields, place, strict=True)) for place in report.bad]
     body = {"nodes": report.nodes, "chunks": report.chunks, "bytes": report.bytes, "bad": bad}
+    body["probes_missing"] = missing
     failed = bool(bad)
     if repair:
         body["released"] = released
@@ -66,10 +69,20 @@ def command(
     else:
         for text in verify_lines(body):
             ui.line(text)
-        if body.get("probes_added"):
-            ui.line(f"{body['probes_added']} probe layouts written again")
+        for text in _probe_lines(body):
+            ui.line(text)
     if failed:
         raise typer.Exit(1)
+
+
+def _probe_lines(body: dict[str, Any]) -> list[str]:
+    """What became of probe layouts that are damaged or that nodes lack."""
+    if "probes_added" in body:
+        added = body["probes_added"]
+        return [f"{added} probe layouts written again"] if added else []
+    missing = body["probes_missing"]
+    why = "of those that the store keeps are missing; 'impress verify --repair' writes them"
+    return [f"{missing} probe layouts {why}"] if missing else []
 
 
 def _repair(

@@ -162,17 +162,20 @@ def assistant_close(tokenizer: TokenizerLike) -> str:
 def divergence(match: PrefixMatch, ids: np.ndarray, tokenizer: TokenizerLike) -> Divergence:
     """Return the first token where ``ids`` (uint32) and the stored tokens part, as text."""
     position = match.matched_len
-    given = tokenizer.decode([int(ids[position])]) if position < len(ids) else None
-    return Divergence(position, given, _next_stored(match, tokenizer))
+    token = int(ids[position]) if position < len(ids) else None
+    given = None if token is None else tokenizer.decode([token])
+    return Divergence(position, given, _next_stored(match, token, tokenizer))
 
 
-def _next_stored(match: PrefixMatch, tokenizer: TokenizerLike) -> str | None:
+def _next_stored(match: PrefixMatch, given: int | None, tokenizer: TokenizerLike) -> str | None:
     if not match.nodes:
         return None
     node, used = match.nodes[-1]
     known = node.first_ids if node.ids is None else node.ids
     if used < len(known):
         return str(tokenizer.decode([int(known[used])]))
-    if used == node.length and len(node.children) == 1:
-        return str(tokenizer.decode([next(iter(node.children))]))
+    # A child that begins with the given token was stored after the answer.
+    others = [token for token in node.children if token != given]
+    if used == node.length and len(others) == 1:
+        return str(tokenizer.decode(others))
     return None

@@ -18,7 +18,7 @@ import torch
 
 from pipelines.attention import prefill
 from pipelines.models import LoadedModel
-from pipelines.probes import finish_probes
+from pipelines.probes import NoCalibrationError, finish_probes
 from pipelines.progress import Progress, ProgressEvent, silent
 from pipelines.sources.base import PrefixItem, PrefixSource
 from store.buffers import RunBuffers, arena_bytes
@@ -104,7 +104,11 @@ def build_store(
     with store.writing():
         tell = progress or silent
         report = _Builder(store, model, source, max_size_bytes, tell, limit).run()
-        probes = finish_probes(store, model, tell)
+        try:
+            probes = finish_probes(store, model, tell)
+        except NoCalibrationError as error:
+            probes = None
+            report.warnings.append(str(error))
         if probes is not None:
             report.bytes += probes.bytes_written
             report.warnings += probes.warnings

@@ -151,7 +151,7 @@ def _first_logits(
     options: QueryOptions,
     attempts: Attempts,
 ) -> tuple[QueryRun, PrefixMatch, torch.Tensor]:
-    """Prefill until it succeeds; each failed load shortens the match, so that this ends."""
+    """Prefill until it succeeds; it ends, as a failed load shortens the match or costs evidence."""
     max_match: int | None = None
     load, sparse = options.plan != "force-recompute", options.sparse
     while True:
@@ -173,14 +173,16 @@ def _first_logits(
             return run, match, logits[0]
         except ChunkLoadError as error:
             run.close()
-            log.warning("recomputing after a failed load: %s", error)
             store.quarantine(error)
-            attempts.recovered += 1
             attempts.reasons.append(str(error).split(";")[0])
-            max_match = error.usable_before(match.matched_len)
             if error.array.startswith(PROBE_PREFIX):
+                log.warning("reading all keys after a failed load of evidence: %s", error)
                 # Whatever else serves as evidence may be damaged too; all keys are not.
                 sparse = replace(sparse, evidence="full")
+            else:
+                log.warning("recomputing after a failed load: %s", error)
+                attempts.recovered += 1
+                max_match = error.usable_before(match.matched_len)
         except BaseException:
             run.close()
             raise

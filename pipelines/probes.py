@@ -6,7 +6,7 @@ tokens matter. Changing them needs no model; choosing heads by calibration does.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -74,14 +74,23 @@ def first_heads(shape: KVShape, count: int | None = None) -> tuple[tuple[int, ..
     return (tuple(range(count or default_head_count(shape))),) * shape.num_layers
 
 
-def plan_probes(store: PrefixStore, settings: ProbeSettings, *, drop: bool = True) -> ProbePlan:
-    """What the catalog's rows lack, and with ``drop`` what they have too much of."""
+def plan_probes(
+    store: PrefixStore,
+    settings: ProbeSettings,
+    *,
+    drop: bool = True,
+    anew: Collection[str] = (),
+) -> ProbePlan:
+    """What the catalog's rows lack, and with ``drop`` what they have too much of.
+
+    Every node gets the kinds of ``anew``, whatever it has of them.
+    """
     have = {(row.node_id, row.kind): row.detail for row in store.probe_rows()}
     nodes = {row.node_id: row for row in store.nodes()}
     add, size = [], 0
     for node in nodes.values():
         for kind, spec in settings.specs.items():
-            if have.get((node.node_id, kind)) != spec.detail:
+            if kind in anew or have.get((node.node_id, kind)) != spec.detail:
                 add.append(ProbeChange(node, kind))
                 size += SidecarLayout.of(store.shape, node.length, spec).disk_bytes
     surplus = [
@@ -142,15 +151,17 @@ def finish_probes(
 ) -> ProbeReport | None:
     """Choose heads where that was put off until prefixes are stored, and add them to all nodes.
 
-    None where nothing was put off, or no prefix can serve (it stays put off then).
+    None where nothing was put off.
+
+    Raises
+    ------
+    NoCalibrationError
+        No prefix can serve; it stays put off.
     """
     settings = store.probes()
     if settings.calibrate is None:
         return None
-    try:
-        heads = calibrate_heads(store, model, settings.calibrate, progress)
-    except NoCalibrationError:
-        return None
+    heads = calibrate_heads(store, model, settings.calibrate, progress)
     store.set_probes(replace(settings, heads=heads, calibrate=None))
     return match_probes(store, progress)
 

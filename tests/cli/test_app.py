@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from impress_cli import app, ls
+from impress_cli.ui import Ui
 from store.errors import (
     InvalidValueError,
     ModelMismatchError,
@@ -205,3 +206,12 @@ def test_json_of_models_carries_schema_versions_and_environment(
         value["environment"]
     )
     assert any(entry["kind"] == "random" for entry in value["models"])
+
+
+def test_a_note_about_a_store_that_is_opened_twice_is_said_once(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    ui = Ui()
+    for text in ("it can't be written", "it can't be written", "another"):
+        ui.note_once(text)
+    assert capsys.readouterr().err == "note: it can't be written\nnote: another\n"

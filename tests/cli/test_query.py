@@ -250,6 +250,22 @@ def test_explain_shows_the_first_token_that_parts_and_its_text(
     assert (explain["divergence"]["given"], explain["divergence"]["stored"]) == ("X", "3")
 
 
+def test_what_is_stored_after_the_answer_is_not_what_the_match_ended_at(
+    run: Run, store: Path, document: Path, tmp_path: Path
+) -> None:
+    text, end = document.read_text(encoding="utf-8"), ("--explain", "--json", *SHORT)
+    longer, other = tmp_path / "longer.txt", tmp_path / "other.txt"
+    longer.write_text(text + "X and more", encoding="utf-8")
+    other.write_text(text + "Y and less", encoding="utf-8")
+    ask = ("query", "who?", "--store", store, "--prefix")
+    first = run(*ask, longer, *end).json
+    assert first["inserted_tokens"] > 0
+    parting = first["explain"]["divergence"]
+    assert (parting["given"], parting["stored"]) == ("X", None)
+    parting = run(*ask, other, *end).json["explain"]["divergence"]
+    assert (parting["given"], parting["stored"]) == ("Y", "X")
+
+
 def test_explain_of_a_full_hit_says_that_the_whole_prefix_matched(run: Run, built: Path) -> None:
     ask = ("query", "who?", "--prefix", "keepers", "--store", built, "--explain", *SHORT)
     assert "the whole prefix matched" in run(*ask).out

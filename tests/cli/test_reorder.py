@@ -93,6 +93,24 @@ def test_reorder_shows_first_what_it_would_do(run: Run, plain: Path) -> None:
     assert done["bytes_written"] == dry["bytes_written"]
 
 
+def test_a_dry_run_counts_heads_that_are_not_chosen_yet_for_every_node(
+    run: Run, plain: Path
+) -> None:
+    assert run("reorder", "--store", plain, "--probe", "heads", "--probe-heads", 1).code == 0
+    options = ("--store", plain, "--probe-heads", "auto", "--dry-run")
+    dry = run("reorder", *options, "--json").json
+    assert (dry["probes_added"], dry["probes_dropped"]) == (1, 0)
+    assert dry["bytes_written"] > 0
+    assert "which heads auto takes is known once it ran" in run("reorder", *options).err
+    assert "probes.heads" in run("stats", "--store", plain).out
+
+
+def test_a_store_that_keeps_none_is_told_how_to_get_some(run: Run, plain: Path) -> None:
+    command = f"'impress reorder --store {plain} --probe sketch'"
+    assert command in run("reorder", "--store", plain).err
+    assert command not in run("reorder", "--store", plain, "--probe", "none").err
+
+
 def test_heads_are_given_as_a_number_a_list_or_chosen_by_calibration(run: Run, plain: Path) -> None:
     reorder = ("reorder", "--store", plain, "--probe", "heads", "--json", "--probe-heads")
     for text, heads in (("2", [0, 1]), ("1,0", [0, 1]), ("1,", None), ("1", [0])):
@@ -116,6 +134,7 @@ def test_heads_are_given_as_a_number_a_list_or_chosen_by_calibration(run: Run, p
         (("--probe", "heads", "--probe-heads", "0,0"), "none twice"),
         (("--probe", "heads", "--probe-heads", "first"), "a list such as 0,2,5"),
         (("--probe", "sketch", "--sketch-bits", "3"), "3 bits"),
+        (("--probe", "sketch", "--sketch-bits", "0"), "0 bits"),
         (("--probe", "heads", "--sketch-bits", "2"), "--probe sketch"),
         (("--probe", "sketch", "--probe-heads", "1"), "--probe heads"),
         (("--probe", "some"), "--probe"),
@@ -174,6 +193,30 @@ def test_verify_repairs_probe_layouts_without_loading_the_model(run: Run, store:
     assert mended.json["repaired"] == [bad["node"]]
     assert (mended.json["not_repaired"], mended.json["probes_added"]) == ([], 1)
     assert run("verify", "--store", store).code == 0
+
+
+def test_a_damaged_sketch_costs_evidence_and_verify_counts_it_as_missing(
+    run: Run, store: Path, document: Path, tmp_path: Path
+) -> None:
+    longer = tmp_path / "longer.txt"
+    longer.write_text(document.read_text(encoding="utf-8") + " And more.", encoding="utf-8")
+    (path,) = store.glob("nodes/*/*/probe-sketch/code/c.0.0.0.0")
+    data = bytearray(path.read_bytes())
+    data[3] ^= 1
+    path.write_bytes(data)
+    ask = ("query", "who?", "--store", store, "--prefix", longer, "--retention", "0.25")
+    done = run(*ask, "--insert", "never", "--max-new-tokens", 1, "--explain")
+    assert "reading all keys after a failed load of evidence" in done.err
+    assert f"'impress reorder --store {store}' adds what the store keeps" in done.err
+    # No token was lost: where the match ended has nothing to do with the damage.
+    assert "nothing is stored beyond" in done.out
+    assert "could not be" not in done.out
+    found = run("verify", "--store", store)
+    assert found.code == 0
+    assert "1 probe layouts of those that the store keeps are missing" in found.out
+    assert run("verify", "--store", store, "--json").json["probes_missing"] == 1
+    assert run("verify", "--repair", "--store", store, "--json").json["probes_added"] == 1
+    assert run("verify", "--store", store, "--json").json["probes_missing"] == 0
 
 
 def test_repair_keeps_probe_layouts(run: Run, store: Path) -> None:

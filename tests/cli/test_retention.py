@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from impress_cli import retention
-from impress_cli.asking import missing_evidence
+from impress_cli.asking import lone_head, missing_evidence
 from impress_cli.options import HostBudgetOption
 from impress_cli.query import command
 from impress_cli.retention import Choice, idle
@@ -177,15 +177,31 @@ def test_a_store_without_probe_data_is_named_with_the_command_that_adds_it() -> 
         return SimpleNamespace(evidence=evidence, fell_back=fell_back)
 
     sparse = SparseOptions(retention=0.25)
-    note = missing_evidence(sparse, [layer("full")], Path("kv"))
-    assert note is not None
-    assert "impress reorder --store kv --probe sketch" in note
-    assert missing_evidence(sparse, [layer("full", True), layer("heads")], Path("kv")) is None
-    assert missing_evidence(sparse, [layer("full", True)], Path("kv")) is None
-    assert missing_evidence(sparse, [layer("sketch")], Path("kv")) is None
-    full = SparseOptions(retention=0.25, evidence="full")
-    assert missing_evidence(full, [layer("full")], Path("kv")) is None
-    assert missing_evidence(sparse, [], Path("kv")) is None
+
+    def said(options: SparseOptions, *layers: Any, keeps: bool = False) -> str | None:
+        return missing_evidence(options, layers, Path("kv"), keeps=keeps)
+
+    assert "'impress reorder --store kv --probe sketch'" in str(said(sparse, layer("full")))
+    # Naming one kind would drop the other kind of a store that keeps both.
+    assert "'impress reorder --store kv'" in str(said(sparse, layer("full"), keeps=True))
+    assert said(sparse, layer("full", True), layer("heads")) is None
+    assert said(sparse, layer("full", True)) is None
+    assert said(sparse, layer("sketch")) is None
+    assert said(SparseOptions(retention=0.25, evidence="full"), layer("full")) is None
+    assert said(sparse) is None
+
+
+def test_agreement_that_one_probe_head_cannot_have_is_said() -> None:
+    def layer(evidence: str, jaccard: float | None, fell_back: bool = False) -> Any:
+        return SimpleNamespace(evidence=evidence, jaccard=jaccard, fell_back=fell_back)
+
+    (note,) = lone_head({"alpha": 0.5, "attend": "loaded"}, [layer("heads", None)])
+    assert note.startswith("alpha has no effect with one probe head")
+    assert lone_head({"threshold": 0.5}, [layer("full", None, True)])
+    assert lone_head({"alpha": 0.5}, [layer("heads", 0.3)]) == []
+    assert lone_head({"alpha": 0.5}, [layer("sketch", None)]) == []
+    assert lone_head({"attend": "loaded"}, [layer("heads", None)]) == []
+    assert lone_head({"alpha": 0.5}, []) == []
 
 
 def test_rows_reach_the_engine_and_are_said_to_be_idle_without_a_sketch(

@@ -239,8 +239,9 @@ def test_a_build_that_is_stopped_chooses_heads_when_it_is_run_again(tmp_path: Pa
 def test_an_empty_store_keeps_the_choice_for_later(tmp_path: Path):
     with new_store(tmp_path / "kv", MODEL) as store:
         store.set_probes(ProbeSettings(None, None, calibrate=1))
-        build_store(store, MODEL, Listed())
+        report = build_store(store, MODEL, Listed())
         assert store.probes().calibrate == 1
+        assert "no usable prefix" in " ".join(report.warnings)
 
 
 def test_the_size_limit_and_the_plan_count_sidecars(tmp_path: Path):
