@@ -167,8 +167,9 @@ class Choice:
         self.options({})
 
     def given(self) -> dict[str, Any]:
-        """Return the fields that were said."""
-        return {name: value for name, value in asdict(self).items() if value is not None}
+        """Return the fields that were said, words as plain text."""
+        said = {name: value for name, value in asdict(self).items() if value is not None}
+        return {n: str(value) if isinstance(value, StrEnum) else value for n, value in said.items()}
 
     def changed(self, **values: Any) -> Self:
         """Return a choice with other values."""

@@ -243,3 +243,9 @@ def test_a_wrong_value_is_refused_before_the_store_is_looked_at(
     assert len(done.err.splitlines()) == 1
     for text in says:
         assert text in done.err
+
+
+def test_what_was_typed_reaches_messages_as_it_was_typed() -> None:
+    chosen = retention.Choice(evidence=retention.Evidence.HEADS, attend=retention.Attend.SELECTED)
+    assert repr(sorted(chosen.given().values())) == "['heads', 'selected']"
+    assert repr(chosen.options({}).evidence) == "'heads'"
