@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from impress_cli.envelope import envelope
 from impress_cli.explain import explain_lines, layer_rows, layer_table, layer_totals
-from impress_cli.options import DiskSettings, Dtype
+from impress_cli.options import DiskSettings, Dtype, MemorySettings
 from impress_cli.retention import Choice
 from impress_cli.session import loaded_model, opened_store, stored_model
 from impress_cli.ttft import ttft_lines
 from impress_cli.ui import Ui
+from impress_cli.units import format_bytes
 
 if TYPE_CHECKING:
     from pipelines.ask import Divergence, Prefix
@@ -91,6 +92,7 @@ class Asker:
         recipe = prefix.source.get("query", {})
         self._say_once(chosen.choice.notes(recipe, chosen.plan))
         sparse = chosen.choice.options(recipe)
+        self._say_once(layout_notes(chosen.system, self.store))
         options = QueryOptions(
             max_new_tokens=chosen.max_new_tokens,
             sparse=sparse,
@@ -182,6 +184,20 @@ class Asker:
         self.settings = replace(self.settings, **settings)
 
 
+def layout_notes(name: str, store: PrefixStore) -> list[str]:
+    """Say where the store's chunks are not those that a published system is defined on."""
+    from pipelines.systems import SYSTEMS, make_system
+
+    size, system = store.info.chunk_tokens, make_system(name)
+    if name == "impress" or not system.reuse or size == system.chunk_tokens:
+        return []
+    assert system.name.partition("+")[0].partition("@")[0] in SYSTEMS
+    return [
+        f"{name} is defined on chunks of {system.chunk_tokens} tokens, and this store has {size}; "
+        "'impress bench ttft' compares systems on layouts of their own"
+    ]
+
+
 def missing_evidence(
     sparse: SparseOptions, layers: Sequence[LayerReport], path: Path, *, keeps: bool
 ) -> str | None:
@@ -245,10 +261,16 @@ def opened_asker(
     dtype: Dtype | None,
     device: str,
     threads: int | None,
-    host_budget_bytes: int | None = None,
+    memory: MemorySettings | None = None,
+    warm: int = 0,
 ) -> Iterator[Asker]:
-    """Load the model that the store names (or ``model``) and open the store for it."""
+    """Load the model that the store names (or ``model``) and open the store for it.
+
+    ``warm``: of how many prefixes to load the KV that memory has room for, before anybody asks.
+    """
     spec, stored_dtype = stored_model(path)
+    with opened_store(ui, path, memory=memory):
+        pass  # what is wrong with the budgets is said before a model is loaded, which takes long
     chosen = stored_dtype if dtype is None else dtype.value
     loaded = loaded_model(ui, model or spec, dtype=chosen, device=device, threads=threads)
     opened = opened_store(
@@ -257,10 +279,32 @@ def opened_asker(
         identity=loaded.identity,
         disk=disk,
         device=str(loaded.device),
-        host_budget_bytes=host_budget_bytes,
+        memory=memory,
     )
     with opened as store:
+        if warm:
+            _warm(ui, store, warm)
         yield Asker(ui, store, loaded, settings, disk, list(store.notes))
+
+
+def _warm(ui: Ui, store: PrefixStore, prefixes: int) -> None:
+    """Fill the tiers, and say with what."""
+    from pipelines.progress import ProgressEvent
+
+    with ui.progress() as progress:
+        report = store.warm(
+            prefixes, lambda done, of: progress(ProgressEvent("warm up", done, of, "nodes"))
+        )
+    held = format_bytes(sum(store.resident_bytes()))
+    text = f"warmed up: {format_bytes(report.bytes)} read, {held} of KV in memory"
+    if report.known < report.nodes:
+        text += (
+            f"; of {report.nodes - report.known} of {report.nodes} nodes nothing is known yet, so "
+            "all of them was read"
+        )
+    ui.note(
+        text if report.nodes else "nothing was warmed up: no KV stays in memory, or none is stored"
+    )
 
 
 def _no_tokens() -> Any:

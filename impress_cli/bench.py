@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from impress_cli import bench_importance
+from impress_cli import bench_importance, bench_trace, bench_ttft
 from impress_cli.options import DiskSettings, IoMode, IoOption, JsonOption
 from impress_cli.ui import Ui, ui_of
 from impress_cli.units import format_bytes, format_count, format_percent, parse_size
@@ -121,3 +121,5 @@ def reader_lines(report: DiskReport) -> list[str]:
 
 app.command("fidelity")(bench_importance.fidelity)
 app.command("similarity")(bench_importance.similarity)
+app.command("ttft")(bench_ttft.ttft)
+app.command("trace")(bench_trace.trace)

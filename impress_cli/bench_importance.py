@@ -113,6 +113,16 @@ def fidelity(
             show_default=False,
         ),
     ] = None,
+    order: Annotated[
+        str | None,
+        typer.Option(
+            "--order",
+            metavar="NAME,…",
+            help="How rows of the temporary stores lie: original, in token order (default); "
+            "importance, reordered by each prefix's history; or both.",
+            show_default=False,
+        ),
+    ] = None,
     directory: FolderOption = None,
     dtype: DtypeOption = None,
     device: DeviceOption = "auto",
@@ -150,6 +160,7 @@ def fidelity(
         chunk_tokens=numbers(chunk_tokens or "16", "--chunk-tokens"),
         sketch_bits=numbers(sketch_bits or "2", "--sketch-bits"),
         rows=words("auto" if rows is None else rows, "--rows"),
+        order=words(order or "original", "--order"),
         shared=choice.options({}),
     )
     given = [*choice.given(), *([] if rows is None else ["rows"])]
@@ -159,6 +170,7 @@ def fidelity(
         "history-from": history_from,
         "chunk-tokens": chunk_tokens,
         "sketch-bits": sketch_bits,
+        "order": order,
         "dir": directory,
     }
     subject.check(only_documents)

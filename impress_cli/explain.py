@@ -31,6 +31,8 @@ _SUMS = (
     "chunks",
     "chunks_selected",
     "chunks_read",
+    "device_chunks",
+    "host_chunks",
     "loaded_tokens",
     "kept_tokens",
     "kv_bytes",
@@ -119,6 +121,7 @@ def layer_table(layers: Sequence[LayerReport], row_bytes: int) -> Table:
         ">tokens",
         ">chunks",
         ">read",
+        ">device\n+host",
         ">KV",
         ">probe",
         ">ratio",
@@ -134,8 +137,9 @@ def layer_table(layers: Sequence[LayerReport], row_bytes: int) -> Table:
         table.add_row(*_cells({**totals, "layer": "all", "evidence": kind, "threshold": None}))
     table.caption = (
         "J: agreement of the probe heads, which must exceed t; tokens: selected; chunks: those "
-        "that hold one, of all; read: chunks of keys and of values; ratio: read amplification, "
-        "bytes of KV read over bytes of the selected tokens' KV"
+        "that hold one, of all; read: chunks of keys and of values; device+host: those of them "
+        "that were in memory; ratio: read amplification, bytes of KV read over bytes of the "
+        "selected tokens' KV"
     )
     table.caption_justify = "left"
     return table
@@ -155,6 +159,7 @@ def _cells(row: dict[str, Any]) -> list[str]:
         sets + format_count(row["selected_tokens"]),
         f"{format_count(row['chunks_selected'])}/{format_count(row['chunks'])}",
         format_count(row["chunks_read"]),
+        f"{format_count(row['device_chunks'])}+{format_count(row['host_chunks'])}",
         format_bytes(row["kv_bytes"]),
         format_bytes(row["probe_bytes"]),
         "n/a" if row["amplification"] is None else f"{row['amplification']:.2f}×",

@@ -25,6 +25,7 @@ _MEANS = (
     "nll",
     "recall",
     "selected_ratio",
+    "touched_ratio",
     "loaded_ratio",
     "probe_ratio",
     "bytes",
@@ -78,14 +79,17 @@ def _cases(report: FidelityReport | SimilarityReport, cases: CaseOptions) -> dic
 def fidelity_table(report: FidelityReport) -> Table:
     """Table of ``impress bench fidelity``: one line per combination.
 
-    A column says which rows sketches scored, where they differ in that.
+    Columns say which rows sketches scored and how rows are stored, where they differ in that.
     """
     some_rows = len({row.rows for row in report.rows if row.rows is not None}) > 1
+    orders = {row.order for row in report.rows}
+    some_orders = len(orders) > 1 or "original" not in orders
     table = table_of(
         "evidence",
         *(("rows",) if some_rows else ()),
         "sets",
         "attend",
+        *(("order",) if some_orders else ()),
         ">chunk",
         ">asked",
         ">KL",
@@ -94,6 +98,7 @@ def fidelity_table(report: FidelityReport) -> Table:
         ">top-1",
         ">NLL",
         ">recall",
+        *((">touched",) if some_orders else ()),
         ">loaded",
         ">probe",
         ">read",
@@ -101,28 +106,30 @@ def fidelity_table(report: FidelityReport) -> Table:
     )
     before = None
     for row in report.rows:
-        group = (row.chunk_tokens, row.retention)
+        group = (row.chunk_tokens, row.order, row.retention)
         if before not in (None, group):
             table.add_section()
         before = group
-        name, *rest = _fidelity_cells(row)
-        table.add_row(name, *((row.rows or "",) if some_rows else ()), *rest)
+        cells = _fidelity_cells(row, some_orders=some_orders)
+        table.add_row(cells[0], *((row.rows or "",) if some_rows else ()), *cells[1:])
     table.caption = (
         f"{report.rows[0].n} queries behind {len(report.prefixes)} prefixes; KL: divergence from "
         "the full answer in nats, mean, least and largest over queries; NLL: per token of the "
-        "query; recall: share of the tokens that all keys would have chosen; loaded, probe: "
-        "share of the KV read, as chunks and as evidence; fell back: share of layers"
+        "query; recall: share of the tokens that all keys would have chosen; touched, where shown: "
+        "share of the chunks that hold a chosen one; loaded, probe: share of the KV read, as "
+        "chunks and as evidence; fell back: share of layers"
     )
     table.caption_justify = "left"
     return table
 
 
-def _fidelity_cells(row: FidelityRow) -> list[str]:
+def _fidelity_cells(row: FidelityRow, *, some_orders: bool) -> list[str]:
     bits = "" if row.bits is None else f", {row.bits} bits"
     return [
         row.evidence + bits,
         row.sets or "",
         row.attend or "",
+        *((row.order,) if some_orders else ()),
         str(row.chunk_tokens),
         format_percent(row.retention),
         f"{row.mean('kl'):.3g}",
@@ -131,6 +138,7 @@ def _fidelity_cells(row: FidelityRow) -> list[str]:
         f"{row.mean('top1'):.3f}",
         "n/a" if row.nll is None else f"{row.nll:.3f}",
         f"{row.mean('recall'):.3f}",
+        *((format_percent(row.mean("touched_ratio")),) if some_orders else ()),
         format_percent(row.mean("loaded_ratio")),
         format_percent(row.mean("probe_ratio")),
         format_bytes(row.mean("bytes")),

@@ -31,14 +31,12 @@ HELP = (
     "/retention R        share of the prefix to select, 1.0 for all of it",
     "/evidence NAME      auto, sketch, heads, full, static or random: what to select by",
     "/attend NAME        loaded, or selected only",
-    "/system NAME        impress, or recompute to compare",
+    "/system NAME        impress, recompute, as-like, as-h2o-lfu, … (see --system)",
     "/chat on|off        on: each question continues the conversation",
     "/stats              figures of the last answer and of the store",
     "/help               this text",
     "/quit               leave (also Ctrl-D)",
 )
-#: What a system means for a query: its plan.
-SYSTEMS = {"impress": "auto", "recompute": "force-recompute"}
 
 
 def run_interactive(asker: Asker, *, as_json: bool) -> int:
@@ -59,6 +57,8 @@ class Session:
         self.as_json = as_json
         self.prefix: Prefix = asker.find(asker.settings.prefix)
         self.chat: Prefix | None = None
+        # What was said of the choice, without what a system filled in.
+        self._asked = asker.settings.choice
         self.last: Reply | None = None
         self._commands: dict[str, Callable[[str], None]] = {
             "prefix": self._set_prefix,
@@ -129,12 +129,25 @@ class Session:
         self._choose(attend=word(Attend, name, "/attend"))
 
     def _choose(self, **values: Any) -> None:
-        self.asker.change(choice=self.asker.settings.choice.changed(**values))
+        from pipelines.systems import make_system
+
+        asked = self._asked.changed(**values)
+        choice = asked.of_system(make_system(self.asker.settings.system))
+        self._asked = asked
+        self.asker.change(choice=choice)
 
     def _set_system(self, name: str) -> None:
-        if name not in SYSTEMS:
-            raise InvalidValueError(f"/system {name!r} is unknown; use {' or '.join(SYSTEMS)}")
-        self.asker.change(system=name, plan=SYSTEMS[name])
+        from pipelines.systems import make_system
+
+        system, store = make_system(name), self.asker.store
+        choice = self._asked.of_system(system)
+        plan = "auto" if system.reuse else "force-recompute"
+        self.asker.change(system=name, plan=plan, choice=choice)
+        if system.reuse and system.policy != store.memory.policy:
+            self.asker.ui.note(
+                f"what stays in memory is still chosen by {store.memory.policy}; start again with "
+                f"--system {name} for {system.policy}"
+            )
 
     def _set_chat(self, state: str) -> None:
         if state not in ("on", "off"):

@@ -5,17 +5,20 @@ Owns their names and help texts, and turns the I/O options into the engine's val
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from impress_cli.units import parse_duration, parse_rate
+from impress_cli.units import format_bytes, parse_budget, parse_duration, parse_rate
+from store.errors import InvalidValueError
 
 if TYPE_CHECKING:
     from store.disk.io import IOOptions
+    from store.engine import PrefixStore
+    from store.run_maker import MemoryOptions
 
 
 class Dtype(StrEnum):
@@ -39,6 +42,14 @@ class IoMode(StrEnum):
 
     DIRECT = "direct"
     BUFFERED = "buffered"
+
+
+class Policy(StrEnum):
+    """Which chunks stay in memory."""
+
+    SCORE = "score"
+    LRU = "lru"
+    LFU = "lfu"
 
 
 StoreOption = Annotated[Path, typer.Option("--store", metavar="DIR", help="Folder of the store.")]
@@ -98,12 +109,31 @@ LatencyOption = Annotated[
         show_default=False,
     ),
 ]
+DeviceBudgetOption = Annotated[
+    str | None,
+    typer.Option(
+        "--device-budget",
+        metavar="SIZE",
+        help="Most memory for KV that stays where the model runs between questions. Default: 0.",
+        show_default=False,
+    ),
+]
 HostBudgetOption = Annotated[
     str | None,
     typer.Option(
         "--host-budget",
         metavar="SIZE",
-        help="Most memory for sketches that stay loaded between questions. Default: 1GiB.",
+        help="Most host memory for sketches and KV that stay loaded between questions, 0 for "
+        "none. Default: 1GiB.",
+        show_default=False,
+    ),
+]
+PolicyOption = Annotated[
+    Policy | None,
+    typer.Option(
+        "--policy",
+        help="Which KV stays in memory: score (default), accesses times the share that mattered; "
+        "lru, used last; lfu, used most.",
         show_default=False,
     ),
 ]
@@ -111,6 +141,58 @@ IoOption = Annotated[
     IoMode,
     typer.Option("--io", help="direct: past the page cache where possible; buffered: through it."),
 ]
+
+
+@dataclass(frozen=True, slots=True)
+class MemorySettings:
+    """What may stay in memory between questions, in bytes; None leaves the engine's own."""
+
+    device_bytes: int | None = None
+    host_bytes: int | None = None
+    policy: str | None = None
+
+    @classmethod
+    def parse(cls, device: str | None, host: str | None, policy: Policy | None) -> MemorySettings:
+        """Read the options' texts. Raises InvalidValueError."""
+        return cls(
+            None if device is None else parse_budget(device, "--device-budget"),
+            None if host is None else parse_budget(host, "--host-budget"),
+            None if policy is None else policy.value,
+        )
+
+    def options(self) -> MemoryOptions:
+        """Return the engine's value."""
+        from store.run_maker import MemoryOptions
+
+        given = {name: value for name, value in asdict(self).items() if value is not None}
+        return MemoryOptions(**given)
+
+    def check(self, store: PrefixStore) -> None:
+        """Refuse a budget that was asked for and is too small to be of use to a store."""
+        need = store.memory_need()
+        # Sketches take at most half of the host's.
+        host_least = need.layer_bytes * (2 if need.sketch_bytes else 1)
+        for name, given, size, least in (
+            ("device", self.device_bytes, self.device_bytes or 0, need.layer_bytes),
+            ("host", self.host_bytes, need.chunk_bytes, host_least),
+        ):
+            if given and size < need.layer_bytes:
+                raise InvalidValueError(
+                    f"--{name}-budget {format_bytes(given)} is too small: it leaves "
+                    f"{format_bytes(size)} for KV, and a layer of the longest prefix "
+                    f"({need.tokens} tokens) takes {format_bytes(need.layer_bytes)}; give at least "
+                    f"{-(-least // 1000)}KB, or 0 for none"
+                )
+
+    def notes(self) -> list[str]:
+        """Return what should be said of tiers that were turned off, one sentence each."""
+        off = {"device": self.device_bytes, "host": self.host_bytes}
+        also = {"device": "", "host": " and no sketch"}
+        return [
+            f"{name} budget 0: no KV{also[name]} stays in {name} memory between questions"
+            for name, size in off.items()
+            if size == 0
+        ]
 
 
 @dataclass(frozen=True, slots=True)

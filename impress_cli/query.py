@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from enum import StrEnum
 from typing import Annotated
 
@@ -9,6 +10,7 @@ import typer
 
 from impress_cli.options import (
     BandwidthOption,
+    DeviceBudgetOption,
     DeviceOption,
     DiskSettings,
     DtypeOption,
@@ -17,7 +19,9 @@ from impress_cli.options import (
     IoOption,
     JsonOption,
     LatencyOption,
+    MemorySettings,
     ModelOption,
+    PolicyOption,
     StoreOption,
     Template,
     TemplateOption,
@@ -35,7 +39,7 @@ from impress_cli.retention import (
     ThresholdOption,
 )
 from impress_cli.ui import ui_of
-from impress_cli.units import parse_retention, parse_size
+from impress_cli.units import parse_retention
 from store.errors import InvalidValueError, PromptError
 
 
@@ -114,7 +118,29 @@ def command(
     dtype: DtypeOption = None,
     device: DeviceOption = "auto",
     threads: ThreadsOption = None,
+    system: Annotated[
+        str | None,
+        typer.Option(
+            "--system",
+            metavar="NAME",
+            help="Answer as one of the systems that are compared would: recompute, as-like, "
+            "as-h2o-lru, as-h2o-lfu, impress-paper or impress (default), and toggles such as "
+            "as-h2o-lfu+itf. It sets what --evidence, --attend and --policy leave open.",
+            show_default=False,
+        ),
+    ] = None,
+    warm: Annotated[
+        int,
+        typer.Option(
+            "--warm",
+            metavar="N",
+            min=0,
+            help="Before the first question, load KV of the N most used prefixes into memory.",
+        ),
+    ] = 0,
+    device_budget: DeviceBudgetOption = None,
     host_budget: HostBudgetOption = None,
+    policy: PolicyOption = None,
     disk_bandwidth: BandwidthOption = None,
     disk_latency: LatencyOption = None,
     io: IoOption = IoMode.DIRECT,
@@ -136,7 +162,8 @@ def command(
         threshold=threshold,
         fallback=fallback,
     )
-    budget = None if host_budget is None else parse_size(host_budget, "--host-budget")
+    memory = MemorySettings.parse(device_budget, host_budget, policy)
+    plan, choice, memory = as_system(system, plan, choice, memory)
     disk = DiskSettings.parse(disk_bandwidth, disk_latency, io)
     _check_mode(prompt, prompts, json_output)
     settings = Settings(
@@ -145,6 +172,7 @@ def command(
         choice=choice,
         plan=plan.value,
         insert=insert.value,
+        system=system or "impress",
         max_new_tokens=max_new_tokens,
         explain=explain,
     )
@@ -157,7 +185,8 @@ def command(
         dtype=dtype,
         device=device,
         threads=threads,
-        host_budget_bytes=budget,
+        memory=memory,
+        warm=warm,
     ) as asker:
         if prompts is not None:
             from impress_cli.batch import run_batch
@@ -171,6 +200,22 @@ def command(
             code = run_interactive(asker, as_json=json_output)
     if code:
         raise typer.Exit(code)
+
+
+def as_system(
+    name: str | None, plan: Plan, choice: Choice, memory: MemorySettings
+) -> tuple[Plan, Choice, MemorySettings]:
+    """Fill in what a system sets and nothing else was said of. Raises InvalidValueError."""
+    if name is None:
+        return plan, choice, memory
+    from pipelines.systems import make_system
+
+    system = make_system(name)
+    if not system.reuse and plan is Plan.FORCE_LOAD:
+        raise InvalidValueError(f"--system {name} uses nothing that is stored; leave out --plan")
+    if memory.policy is None:
+        memory = replace(memory, policy=system.policy)
+    return plan if system.reuse else Plan.FORCE_RECOMPUTE, choice.of_system(system), memory
 
 
 def _check_mode(prompt: str | None, prompts: str | None, _as_json: bool) -> None:

@@ -2,31 +2,60 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import re
+from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
 
 from impress_cli.options import DeviceOption, JsonOption, StoreOption, ThreadsOption
-from impress_cli.probe_options import (
-    Probe,
-    ProbeChoice,
-    ProbeHeadsOption,
-    SketchBitsOption,
-    probe_json,
-)
-from impress_cli.ui import Ui, ui_of
-from impress_cli.units import format_bytes, format_count
+from impress_cli.probe_options import Probe, ProbeChoice, ProbeHeadsOption, SketchBitsOption
+from impress_cli.reorder_job import ReorderJob, Request
+from impress_cli.ui import ui_of
+from impress_cli.units import parse_duration
+from store.errors import InvalidValueError
 
-if TYPE_CHECKING:
-    from store.engine import PrefixStore
-    from store.probes import ProbeSettings
+
+class Order(StrEnum):
+    """How the rows of a node are stored."""
+
+    IMPORTANCE = "importance"
+    ORIGINAL = "original"
 
 
 def command(
     ctx: typer.Context,
     store: StoreOption,
+    calibrate: Annotated[
+        Path | None,
+        typer.Option(
+            "--calibrate",
+            metavar="QUERIES",
+            help="JSON lines {prefix, prompt} to ask first, in place of what past questions found "
+            "important; without prefix: asked of every stored prefix.",
+            show_default=False,
+        ),
+    ] = None,
+    order: Annotated[
+        Order | None,
+        typer.Option(
+            "--order",
+            help="importance (default): what past questions found important first, so that it "
+            "lies in fewer chunks; original: back in token order.",
+            show_default=False,
+        ),
+    ] = None,
+    min_gain: Annotated[
+        str | None,
+        typer.Option(
+            "--min-gain",
+            metavar="SHARE",
+            help="Leave a node alone unless its new order saves this share of the chunks that a "
+            "question reads of it, such as 5%. Default: 5%.",
+            show_default=False,
+        ),
+    ] = None,
     probe: Annotated[
         Probe | None,
         typer.Option(
@@ -38,6 +67,16 @@ def command(
     ] = None,
     sketch_bits: SketchBitsOption = None,
     probe_heads: ProbeHeadsOption = None,
+    watch: Annotated[
+        str | None,
+        typer.Option(
+            "--watch",
+            metavar="TIME",
+            help="Go on, once every so often, such as 10m, while no question is asked; Ctrl-C "
+            "ends it.",
+            show_default=False,
+        ),
+    ] = None,
     dry_run: Annotated[
         bool,
         typer.Option("--dry-run", help="Only say what would be done.", show_default=False),
@@ -46,117 +85,74 @@ def command(
     threads: ThreadsOption = None,
     json_output: JsonOption = False,
 ) -> None:
-    """Add or drop probe layouts of stored nodes; run again to resume.
+    """Store what matters together, and add or drop probe layouts; run again to resume.
 
-    Reads stored keys only: no prefix is computed again. Queries that need no probe layout are not
-    disturbed.
+    Reads and writes stored KV only: no prefix is computed again, and answers from all of it stay
+    the same. Questions can be asked meanwhile.
     """
-    from impress_cli.envelope import envelope
-    from impress_cli.session import opened_store
-
     ui, choice = ui_of(ctx), ProbeChoice(probe, sketch_bits, probe_heads)
-    with opened_store(ui, store) as opened:
-        settings = choice.settings(opened.shape, opened.probes())
-    if settings.calibrate is not None and not dry_run:
-        settings = _calibrated(ui, store, settings, device, threads)
-    with opened_store(ui, store) as opened:
-        body = _plan(opened, settings) if dry_run else _change(ui, opened, settings)
-    body["probe"] = probe_json(settings)
-    if json_output:
-        ui.json(envelope("reorder", body))
-        return
-    for text in body["warnings"]:
-        ui.warn(text)
-    ui.line(_line(body))
-    for text in _notes(settings, choice, store):
-        ui.note(text)
+    _refuse_pairs(calibrate, order, watch, dry_run, json_output)
+    request = _request(calibrate, order, min_gain, watch, dry_run, choice)
+    if order is Order.ORIGINAL and min_gain is not None:
+        ui.note("--min-gain has no effect with --order original, which every node gets")
+    ReorderJob(ui, store, request, choice).run(device, threads, as_json=json_output)
 
 
-def _calibrated(
-    ui: Ui, path: Path, settings: ProbeSettings, device: str, threads: int | None
-) -> ProbeSettings:
-    """Choose the heads that ``--probe-heads auto`` asks for; changes nothing in the store."""
-    from impress_cli.session import loaded_model, opened_store, stored_model
-    from pipelines.probes import calibrate_heads
-
-    spec, dtype = stored_model(path)
-    model = loaded_model(ui, spec, dtype=dtype, device=device, threads=threads)
-    opening = opened_store(ui, path, identity=model.identity, device=str(model.device))
-    with opening as opened, ui.progress() as progress:
-        heads = calibrate_heads(opened, model, settings.calibrate, progress)
-    return replace(settings, heads=heads, calibrate=None)
-
-
-def _plan(opened: PrefixStore, settings: ProbeSettings) -> dict[str, Any]:
-    from pipelines.probes import first_heads, plan_probes
-
-    anew: tuple[str, ...] = ()
-    if settings.calibrate is not None:
-        # Which heads is not known yet; how many is, and with it the bytes.
-        settings = replace(settings, heads=first_heads(opened.shape, settings.calibrate))
-        anew = ("heads",)
-    plan = plan_probes(opened, settings, anew=anew)
-    return {"dry_run": True} | _body(
-        nodes=len(opened.nodes()),
-        bytes_written=plan.bytes,
-        probes_added=len(plan.add),
-        probes_dropped=len(plan.drop),
-    )
+def _refuse_pairs(
+    calibrate: Path | None, order: Order | None, watch: str | None, dry_run: bool, as_json: bool
+) -> None:
+    """Raise InvalidValueError for options that exclude each other."""
+    others = {"--dry-run": dry_run, "--calibrate": calibrate is not None, "--json": as_json}
+    for name, given in others.items():
+        if watch is not None and given:
+            raise InvalidValueError(
+                f"--watch {watch} and {name} exclude each other: one goes on until it is stopped, "
+                "the other is done once; leave one of them out"
+            )
+    if calibrate is not None and order is Order.ORIGINAL:
+        raise InvalidValueError(
+            f"--calibrate {calibrate} and --order original exclude each other: token order needs "
+            "no questions; leave one of them out"
+        )
 
 
-def _change(ui: Ui, opened: PrefixStore, settings: ProbeSettings) -> dict[str, Any]:
-    from pipelines.probes import match_probes
+def _request(
+    calibrate: Path | None,
+    order: Order | None,
+    min_gain: str | None,
+    watch: str | None,
+    dry_run: bool,
+    choice: ProbeChoice,
+) -> Request:
+    """Check the options about rows. Raises InvalidValueError, SourceError."""
+    from pipelines.fidelity_texts import read_questions
+    from pipelines.reorder_plan import MIN_GAIN, ReorderOptions
 
-    if settings != opened.probes():
-        opened.set_probes(settings)
-    with ui.progress() as progress:
-        report = match_probes(opened, progress)
-    return _body(
-        nodes=report.nodes,
-        bytes_written=report.bytes_written,
-        probes_added=report.added,
-        probes_dropped=report.dropped,
-        warnings=list(report.warnings),
-    )
-
-
-def _body(
-    *,
-    nodes: int,
-    bytes_written: int,
-    probes_added: int,
-    probes_dropped: int,
-    warnings: list[str] | None = None,
-) -> dict[str, Any]:
-    """Keys of the JSON object; rows are not reordered yet."""
-    return {
-        "nodes": nodes,
-        "rewritten": 0,
-        "bytes_written": bytes_written,
-        "chunks_before": None,
-        "chunks_after": None,
-        "probes_added": probes_added,
-        "probes_dropped": probes_dropped,
-        "warnings": warnings or [],
-    }
+    least = MIN_GAIN if min_gain is None else _share(min_gain, "--min-gain")
+    options = ReorderOptions((order or Order.IMPORTANCE).value, least)
+    watch_s = None if watch is None else _period(watch, "--watch")
+    questions = None if calibrate is None else read_questions(calibrate)
+    explicit = order is not None or calibrate is not None or not choice.given
+    return Request(options, questions, watch_s, dry_run, explicit)
 
 
-def _notes(settings: ProbeSettings, choice: ProbeChoice, store: Path) -> list[str]:
-    """What the line of a run does not tell."""
-    if settings.calibrate is not None and choice.heads == "auto":
-        return ["which heads auto takes is known once it ran; nodes that have them are skipped"]
-    if not choice.given and not settings.specs:
-        return [
-            f"the store keeps no probe layouts; 'impress reorder --store {store} --probe sketch' "
-            "adds a sketch"
-        ]
-    return []
+def _share(text: str, option: str) -> float:
+    """A fraction from ``"5%"`` or ``"0.05"``, from 0 up to, not including, 1."""
+    number = text.strip()
+    try:
+        value = float(number.removesuffix("%")) / (100.0 if number.endswith("%") else 1.0)
+    except ValueError:
+        value = -1.0
+    if not 0.0 <= value < 1.0:
+        raise InvalidValueError(
+            f"{option} {text!r} is out of range; give a share from 0 to below 100%, such as 5%"
+        )
+    return value
 
 
-def _line(body: dict[str, Any]) -> str:
-    would = "would be " if body.get("dry_run") else ""
-    return (
-        f"{format_count(body['nodes'])} nodes: {format_count(body['probes_added'])} probe layouts "
-        f"{would}added ({format_bytes(body['bytes_written'])}), "
-        f"{format_count(body['probes_dropped'])} {would}dropped"
-    )
+def _period(text: str, option: str) -> float:
+    """Seconds, above 0, from ``"10m"``, where ``m`` stands for minutes, or ``"1h"``."""
+    seconds = parse_duration(re.sub(r"(?<=\d)\s*m\s*$", "min", text), option)
+    if not seconds > 0:
+        raise InvalidValueError(f"{option} {text!r} is no time to wait; give some, such as 10m")
+    return seconds

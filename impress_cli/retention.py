@@ -16,6 +16,7 @@ import typer
 from store.errors import InvalidValueError
 
 if TYPE_CHECKING:
+    from pipelines.systems import System
     from store.itf.options import SparseOptions
 
 
@@ -75,8 +76,8 @@ EvidenceOption = Annotated[
     typer.Option(
         "--evidence",
         help="What tells important tokens: sketch, a low-bit copy of all keys; heads, the keys of "
-        "some heads; full, all keys; static, past queries; random. Default: auto, the first of "
-        "sketch, heads and full that the store has.",
+        "some heads; full, all keys; static, past queries; random. Default: auto, the smaller of "
+        "sketch and heads that the store has, else full.",
         show_default=False,
     ),
 ]
@@ -181,6 +182,23 @@ class Choice:
 
         known = {f.name: recipe[f.name] for f in fields(self) if f.name in recipe}
         return SparseOptions(**{**known, **self.given()})
+
+    def of_system(self, system: System) -> Self:
+        """Return a choice where a system fills in what was not said.
+
+        Raises InvalidValueError for a retention below 1 where the system loads everything.
+        """
+        if not system.sparse:
+            if self.retention is not None and self.retention < 1.0 and system.reuse:
+                raise InvalidValueError(
+                    f"--retention {self.retention:g} has no effect with system {system.name}, "
+                    "which loads everything; leave it out, or take another system"
+                )
+            return self.changed(retention=1.0) if system.reuse else self
+        if system.name == "impress":
+            return self  # what it sets are the defaults, which a prefix's recipe may change
+        values = {"evidence": system.evidence, "attend": system.attend}
+        return self.changed(**{n: v for n, v in values.items() if getattr(self, n) is None})
 
     def notes(self, recipe: Mapping[str, Any], plan: str) -> list[str]:
         """Return what should be said about a question with these options, one sentence each."""

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from impress_cli.options import DiskSettings
+from impress_cli.options import DiskSettings, MemorySettings
 from impress_cli.ui import Ui
 
 if TYPE_CHECKING:
@@ -30,21 +30,22 @@ def opened_store(
     identity: ModelIdentity | None = None,
     disk: DiskSettings | None = None,
     device: str = "cpu",
-    host_budget_bytes: int | None = None,
+    memory: MemorySettings | None = None,
 ) -> Iterator[PrefixStore]:
     """Open the store at ``path``, say what it has to say once, and close it afterwards.
 
-    ``host_budget_bytes`` None leaves the engine's own.
+    Raises InvalidValueError for a memory budget that is of no use to the store.
     """
     from store.engine import PrefixStore
-    from store.run_maker import MemoryOptions
 
-    options = (disk or DiskSettings()).io_options()
-    memory = None if host_budget_bytes is None else MemoryOptions(sketch_bytes=host_budget_bytes)
+    options, chosen = (disk or DiskSettings()).io_options(), memory or MemorySettings()
     with PrefixStore.open(
-        path, identity=identity, io=options, device=device, memory=memory
+        path, identity=identity, io=options, device=device, memory=chosen.options()
     ) as store:
+        chosen.check(store)
         announce(ui, store)
+        for text in chosen.notes():
+            ui.note_once(text)
         yield store
 
 

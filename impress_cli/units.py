@@ -70,6 +70,11 @@ def parse_size(text: str, option: str) -> int:
     return size
 
 
+def parse_budget(text: str, option: str) -> int:
+    """Like `parse_size`, with 0 for none."""
+    return 0 if text.strip() == "0" else parse_size(text, option)
+
+
 def parse_rate(text: str, option: str) -> float:
     """Bytes per second from ``"250MB/s"``. Raises InvalidValueError for anything else."""
     amount = text.strip()

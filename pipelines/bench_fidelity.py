@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 import torch
@@ -32,12 +32,15 @@ from pipelines.fidelity_values import (
 from pipelines.probes import first_heads
 from pipelines.progress import Progress, ProgressEvent, silent
 from store.errors import InvalidValueError
+from store.files import ORDERS
 from store.itf.importance import column_sums
 
 if TYPE_CHECKING:
     from pipelines.models import LoadedModel
     from store.engine import PrefixStore
 
+#: By (chunk_tokens, bits, order) of a combination.
+Layouts: TypeAlias = dict[tuple[int, int | None, str], Layout]
 #: Of the history's runs, unless a larger one is compared: they should be close to full answers.
 _HISTORY_RETENTION = 0.25
 
@@ -93,15 +96,17 @@ def bench_stored(
     """
     _require_probes(store, options.evidence)
     bits = store.probes().sketch_bits
+    found = stored_cases(model, store, options.cases)
+    order = stored_order(store, found.cases)
     options = replace(
         options,
         chunk_tokens=(store.info.chunk_tokens,),
         sketch_bits=() if bits is None else (bits,),
+        order=(order,),
     )
-    found = stored_cases(model, store, options.cases)
-    layout = Layout(store.info.chunk_tokens, bits)
+    layout = Layout(store.info.chunk_tokens, bits, order=order)
     stores = BenchStores(model, {layout: store.path})
-    layouts = {(one.chunk_tokens, one.bits): layout for one in options.combinations()}
+    layouts = {(one.chunk_tokens, one.bits, order): layout for one in options.combinations()}
     bench = _Bench(stores, layouts, options, found, progress)
     for case in found.cases:
         bench.measure(case)
@@ -115,6 +120,12 @@ def stored_evidence(store: PrefixStore) -> tuple[str, ...]:
     return tuple(name for name in EVIDENCE_ORDER if not lacks.get(name, False))
 
 
+def stored_order(store: PrefixStore, cases: Sequence[BenchCase]) -> str:
+    """How the rows of a store's prefixes lie: ``importance`` where any node was reordered."""
+    nodes = (node for case in cases for node, _ in store.match(case.prefix_ids).nodes)
+    return ORDERS[any(store.order(node.node_id) is not None for node in nodes)]
+
+
 def _require_probes(store: PrefixStore, evidence: Sequence[str]) -> None:
     for name in evidence:
         if name not in stored_evidence(store):
@@ -125,14 +136,22 @@ def _require_probes(store: PrefixStore, evidence: Sequence[str]) -> None:
             )
 
 
-def _layouts(model: LoadedModel, options: FidelityOptions) -> dict[tuple[int, int | None], Layout]:
-    """Temporary stores by (chunk_tokens, bits) of the combinations that use them."""
+def _layouts(model: LoadedModel, options: FidelityOptions) -> Layouts:
+    """Temporary stores of the combinations that use them."""
     heads = first_heads(model.shape) if "heads" in options.evidence else None
     widths = options.sketch_bits if "sketch" in options.evidence else (None,)
     made = {
-        (size, bits): Layout(size, bits, heads) for size in options.chunk_tokens for bits in widths
+        (size, bits, order): Layout(size, bits, heads, order)
+        for size in options.chunk_tokens
+        for bits in widths
+        for order in options.order
     }
-    return made | {(size, None): made[size, widths[0]] for size in options.chunk_tokens}
+    first = widths[0]
+    return made | {
+        (size, None, order): made[size, first, order]
+        for size in options.chunk_tokens
+        for order in options.order
+    }
 
 
 @dataclass(slots=True, eq=False)
@@ -150,7 +169,7 @@ class _Bench:
     def __init__(
         self,
         stores: BenchStores,
-        layouts: dict[tuple[int, int | None], Layout],
+        layouts: Layouts,
         options: FidelityOptions,
         found: Cases,
         progress: Progress,
@@ -158,7 +177,7 @@ class _Bench:
         self.stores, self.layouts, self.found = stores, layouts, found
         self.combinations, self.shared = options.combinations(), options.shared
         self.progress = progress
-        compared = "static" in options.evidence
+        compared = "static" in options.evidence or options.order != (ORDERS[0],)
         self.warnings = [*found.warnings, *(found.history_notes if compared else ())]
         self.exact: list[Pair] = []
         self.pairs: dict[Combination, list[Pair]] = {one: [] for one in self.combinations}
@@ -171,10 +190,12 @@ class _Bench:
         self.progress(ProgressEvent("bench fidelity", self.done, self.total, "runs", note))
 
     def remember(self, case: BenchCase) -> None:
-        """Run a case's history in every store that the evidence ``static`` is measured on."""
-        static = [one for one in self.combinations if one.evidence == "static"]
-        retention = max([_HISTORY_RETENTION, *(r.retention for r in static if r.retention < 1.0)])
-        for layout in dict.fromkeys(self._layout(one) for one in static):
+        """Run a case's history in every store whose order, or the evidence static, is by it."""
+        known = [
+            one for one in self.combinations if one.evidence == "static" or one.order != ORDERS[0]
+        ]
+        retention = max([_HISTORY_RETENTION, *(r.retention for r in known if r.retention < 1.0)])
+        for layout in dict.fromkeys(self._layout(one) for one in known):
             self.stores.remember(case, layout, retention)
 
     def measure(self, case: BenchCase) -> None:
@@ -196,7 +217,7 @@ class _Bench:
         """What was measured so far."""
         first = self.combinations[0]
         size, full = first.chunk_tokens, tuple(self.exact)
-        exact = FidelityRow(EXACT, None, None, None, None, size, 1.0, full)
+        exact = FidelityRow(EXACT, None, None, None, None, size, 1.0, first.order, full)
         rows = [FidelityRow(*one, tuple(pairs)) for one, pairs in self.pairs.items() if pairs]
         prefixes = [(case.name, len(case.prefix_ids)) for case in self.found.cases]
         source = self.found.history_from
@@ -219,7 +240,7 @@ class _Bench:
         return "static"
 
     def _layout(self, one: Combination) -> Layout:
-        return self.layouts[one.chunk_tokens, one.bits]
+        return self.layouts[one.chunk_tokens, one.bits, one.order]
 
     def _reference(self, case: BenchCase, query: np.ndarray) -> _Reference:
         importance: list[torch.Tensor] = []
@@ -258,6 +279,7 @@ class _Bench:
         return pair._replace(
             recall=recall(outcome.selected, reference.importance),
             selected_ratio=sum(r.selected_tokens for r in reports) / (len(reports) * tokens),
+            touched_ratio=sum(r.chunks_selected for r in reports) / sum(r.chunks for r in reports),
             loaded_ratio=sum(r.chunks_read for r in reports) / sum(2 * r.chunks for r in reports),
             probe_ratio=sum(r.probe_bytes for r in reports) / kv_bytes,
             fallback_ratio=sum(r.fell_back for r in reports) / len(reports),
@@ -267,4 +289,6 @@ class _Bench:
 def _exact_pair(case: BenchCase, number: int, reference: _Reference) -> Pair:
     """A full answer: everything loaded, nothing identified."""
     outcome = reference.outcome
-    return Pair(case.name, number, 0.0, 1.0, reference.nll, 1.0, 1.0, 1.0, 0.0, outcome.bytes, 0.0)
+    return Pair(
+        case.name, number, 0.0, 1.0, reference.nll, 1.0, 1.0, 1.0, 1.0, 0.0, outcome.bytes, 0.0
+    )

@@ -18,9 +18,11 @@ import torch
 
 from pipelines.attention import forward, prefill
 from pipelines.fidelity_values import BenchCase
+from pipelines.reorder_plan import order_rows
 from store.engine import PrefixStore
 from store.errors import InvalidValueError, StoreFullError
 from store.fetch import Observer
+from store.files import ORDERS
 from store.itf.options import SparseOptions
 from store.probes import ProbeSettings
 from store.stats import LayerReport
@@ -33,11 +35,15 @@ _SPACE_FACTOR = 1.3
 
 
 class Layout(NamedTuple):
-    """What one temporary store looks like; ``bits`` of its sketch, None for none."""
+    """What one temporary store looks like; ``bits`` of its sketch, None for none.
+
+    ``order`` is how rows are to be stored once a prefix's history is known, one of `ORDERS`.
+    """
 
     chunk_tokens: int
     bits: int | None = None
     heads: tuple[tuple[int, ...], ...] | None = None
+    order: str = ORDERS[0]
 
 
 class Outcome(NamedTuple):
@@ -121,13 +127,21 @@ class BenchStores:
                     store.insert(ids, lambda layer: run.kv(layer, start, len(ids)), start)
 
     def remember(self, case: BenchCase, layout: Layout, retention: float) -> None:
-        """Run a case's history so that the store's statistics hold its importance."""
+        """Run a case's history so that the store's statistics hold its importance.
+
+        In the layout whose order is by importance, the case's nodes are then reordered.
+        """
         if not case.history:
             return
         sparse = SparseOptions(retention=retention, evidence="full")
         with self.open(layout) as store:
             for query in case.history:
                 run_query(store, self.model, case.prefix_ids, query, sparse=sparse, record=True)
+            if layout.order != ORDERS[0]:
+                for node, _ in store.match(case.prefix_ids).nodes:
+                    known = store.access.get(node.node_id, node.length)
+                    if known is not None:
+                        store.reorder(node.node_id, order_rows(known))
 
 
 @contextlib.contextmanager

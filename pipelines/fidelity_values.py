@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from store.errors import InvalidValueError
+from store.files import ORDERS
 from store.itf.options import ATTEND, ROWS, SETS, SparseOptions
 from store.itf.sketch import check_bits
 from store.types import MAX_CHUNK_TOKENS, MIN_CHUNK_TOKENS
@@ -21,8 +22,6 @@ EVIDENCE_ORDER = ("full", "sketch", "heads", "static", "random")
 EXACT = "exact"
 #: Where a history may come from (`fidelity_history`).
 HISTORY_FROM = ("others", "same")
-#: Rows are stored in token order until a store is reordered.
-ORDER = "original"
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +101,8 @@ class FidelityOptions:
     """What is compared; raises `InvalidValueError` for a value that is not allowed.
 
     Every evidence is combined with every other value, a sketch with ``rows`` as well.
-    ``chunk_tokens`` and ``sketch_bits`` are those of the temporary stores. All that is compared
+    ``chunk_tokens``, ``sketch_bits`` and ``order`` are those of the temporary stores; the order
+    ``importance`` is by each prefix's history. All that is compared
     takes what else there is to choose (``alpha``, ``threshold``, ``fallback``) from ``shared``.
     """
 
@@ -114,6 +114,7 @@ class FidelityOptions:
     chunk_tokens: tuple[int, ...] = (16,)
     sketch_bits: tuple[int, ...] = (2,)
     rows: tuple[str, ...] = ("auto",)
+    order: tuple[str, ...] = (ORDERS[0],)
     shared: SparseOptions = field(default_factory=SparseOptions)
 
     def __post_init__(self) -> None:
@@ -122,6 +123,7 @@ class FidelityOptions:
             ("sets", self.sets, SETS),
             ("attend", self.attend, ATTEND),
             ("rows", self.rows, ROWS),
+            ("order", self.order, ORDERS),
         ):
             _require_known(name, given, allowed)
         for value in self.retention:
@@ -133,9 +135,9 @@ class FidelityOptions:
     def combinations(self) -> list[Combination]:
         """All combinations, in the order of the rows."""
         return [
-            Combination(evidence, bits, rows, sets, attend, chunk_tokens, retention)
-            for chunk_tokens, retention, evidence in product(
-                self.chunk_tokens, self.retention, self.evidence
+            Combination(evidence, bits, rows, sets, attend, chunk_tokens, retention, order)
+            for chunk_tokens, order, retention, evidence in product(
+                self.chunk_tokens, self.order, self.retention, self.evidence
             )
             for bits, rows in (
                 product(self.sketch_bits, self.rows) if evidence == "sketch" else ((None, None),)
@@ -173,6 +175,7 @@ class Combination(NamedTuple):
     attend: str
     chunk_tokens: int
     retention: float
+    order: str
 
     def sparse(self, shared: SparseOptions, seed: int) -> SparseOptions:
         """The engine's value, the rest from ``shared``; ``seed`` draws the control ``random``."""
@@ -200,8 +203,9 @@ class Pair(NamedTuple):
         Mean over the query's tokens but the first, in nats; None for a query of one token.
     recall
         Share of the oracle's tokens that were selected.
-    selected_ratio, loaded_ratio, probe_ratio
-        Shares of the prefix's tokens (per set), of its chunks, and of its KV bytes.
+    selected_ratio, touched_ratio, loaded_ratio, probe_ratio
+        Shares of the prefix's tokens (per set), of its chunks that hold one of these, of the
+        chunks of keys and of values that were loaded, and of its KV bytes as evidence.
     bytes
         Fetched, evidence included.
     fallback_ratio
@@ -215,6 +219,7 @@ class Pair(NamedTuple):
     nll: float | None
     recall: float
     selected_ratio: float
+    touched_ratio: float
     loaded_ratio: float
     probe_ratio: float
     bytes: int
@@ -235,8 +240,8 @@ class FidelityRow:
     attend: str | None
     chunk_tokens: int
     retention: float
+    order: str
     pairs: tuple[Pair, ...]
-    order: str = ORDER
 
     @property
     def n(self) -> int:

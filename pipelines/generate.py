@@ -17,7 +17,7 @@ import torch
 
 from pipelines.attention import forward, prefill
 from pipelines.models import LoadedModel
-from pipelines.query_stats import Attempts, miss_reasons, query_stats
+from pipelines.query_stats import Attempts, lifetime_amounts, miss_reasons, query_stats
 from store.engine import PrefixStore
 from store.errors import PROBE_PREFIX, ChunkLoadError, InvalidValueError, PromptError, StoreError
 from store.index.radix import PrefixMatch
@@ -287,19 +287,6 @@ def _keep_exact(
 def _count(store: PrefixStore, stats: QueryStats, eligible_tokens: int) -> None:
     """Add to the store's lifetime statistics; ``eligible_tokens`` could have been reused."""
     try:
-        store.add_counters(
-            {
-                "queries": 1,
-                "prompt_tokens": stats.prompt_tokens,
-                "eligible_tokens": eligible_tokens,
-                "reused_tokens": stats.reused_tokens,
-                "forward_tokens": stats.forward_tokens,
-                "disk_bytes": stats.bytes["disk"],
-                "host_bytes": stats.bytes["host"],
-                "read_bytes": stats.read_bytes,
-                "recovered_chunks": stats.recovered_chunks,
-                "ttft_s": stats.ttft_s,
-            }
-        )
+        store.add_counters(lifetime_amounts(stats, eligible_tokens, store.memory.policy))
     except StoreError as error:
         log.warning("statistics were not kept: %s", error)

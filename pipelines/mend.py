@@ -93,9 +93,17 @@ def mend_probes(
 
 def _load_error(store: PrefixStore, place: BadChunk) -> ChunkLoadError:
     node = store.node(place.node)
-    whole = place.array not in ("k", "v") or place.chunk < 0
+    whole = place.array not in ("k", "v") or place.chunk < 0 or _reordered(store, place.node)
     first = node.start if whole else node.start + place.chunk * store.info.chunk_tokens
     return ChunkLoadError(place.node, place.array, place.layer, place.chunk, first, "corrupt")
+
+
+def _reordered(store: PrefixStore, node_id: str) -> bool:
+    """Whether a chunk of a node may hold any of its tokens."""
+    try:
+        return store.order(node_id) is not None
+    except ChunkLoadError:
+        return True
 
 
 def _add(report: MendReport, node: PrefixNode, result: int | str) -> MendReport:

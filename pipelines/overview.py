@@ -9,8 +9,10 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from store.disk.sidecar_layout import ProbeSpec, SidecarLayout
-from store.errors import PrefixNotFoundError
+from store.errors import ChunkLoadError, PrefixNotFoundError
+from store.files import ORDERS
 from store.index.mapping import chunk_count
+from store.tier.policy import POLICIES
 
 if TYPE_CHECKING:
     from store.engine import PrefixStore
@@ -22,9 +24,12 @@ TIERS = ("device", "host", "disk")
 def store_stats(store: PrefixStore) -> dict[str, Any]:
     """Sizes, and totals over all queries so far (docs/json.md, ``impress.stats/1``).
 
-    Ratios are None until there was something to count: ``hit`` by tier is the share of the tokens
-    that could have come from the store and did, ``read_amplification`` what was read over what was
-    wanted, ``wasted_bytes`` what was read and not wanted. ``probe_share`` compares the bytes of
+    Ratios are None until there was something to count. ``hit`` is the share of the tokens that
+    could have come from the store and did, by tier; ``hit_bytes`` the share of the chunks asked
+    for, by tier; ``important_hit`` the share of selected tokens' keys and values that were in
+    memory. ``read_amplification`` is KV read from disk over what of it was needed, and
+    ``wasted_bytes`` the difference: needed are selected tokens, or all where all was loaded.
+    ``policies`` has the last two kinds of hits by policy. ``probe_share`` compares the bytes of
     evidence with those of KV, without padding, checksums and files' metadata.
     """
     counters = store.counters()
@@ -32,7 +37,8 @@ def store_stats(store: PrefixStore) -> dict[str, Any]:
     kv_bytes = sum(row.bytes for row in rows)
     probes = _probes(store, rows)
     probe_bytes = sum(entry["bytes"] for entry in probes.values())
-    wanted, read = counters.get("disk_bytes", 0.0), counters.get("read_bytes", 0.0)
+    read = counters.get("read_bytes", 0.0) - counters.get("probe_bytes", 0.0)
+    needed = counters.get("needed_bytes", 0.0)
     return {
         "nodes": len(rows),
         "prefixes": len(store.prefixes()),
@@ -40,9 +46,11 @@ def store_stats(store: PrefixStore) -> dict[str, Any]:
         "bytes": {"kv": kv_bytes, "probe": probe_bytes, "total": store.size_bytes()},
         "quarantined": len(store.quarantined()),
         "hit": _hits(counters),
-        "important_hit": None,
-        "read_amplification": read / wanted if wanted else None,
-        "wasted_bytes": int(max(0.0, read - wanted)),
+        "hit_bytes": _shares(counters, "chunks"),
+        "important_hit": _in_memory(counters),
+        "read_amplification": read / needed if needed else None,
+        "wasted_bytes": int(max(0.0, read - needed)),
+        "policies": _policies(counters),
         "probe_share": sum(entry["kv_share"] for entry in probes.values()),
         "probes": probes,
         "counters": counters,
@@ -75,11 +83,44 @@ def _sidecar(row: ProbeRow) -> dict[str, Any]:
 def _hits(counters: dict[str, float]) -> dict[str, float | None]:
     """Reused tokens over those that could have been, split by the bytes each tier gave."""
     eligible = counters.get("eligible_tokens", 0.0)
-    moved = {tier: counters.get(f"{tier}_bytes", 0.0) for tier in TIERS}
     if eligible <= 0:
         return dict.fromkeys(TIERS)
-    ratio, total = counters.get("reused_tokens", 0.0) / eligible, sum(moved.values())
-    return {tier: ratio * size / total if total else 0.0 for tier, size in moved.items()}
+    ratio, shares = counters.get("reused_tokens", 0.0) / eligible, _shares(counters, "bytes")
+    return {tier: ratio * (share or 0.0) for tier, share in shares.items()}
+
+
+def _shares(counters: dict[str, float], unit: str, policy: str = "") -> dict[str, float | None]:
+    """Share of each tier in what was counted in a unit; None where nothing was."""
+    found = {tier: counters.get(f"{policy}{tier}_{unit}", 0.0) for tier in TIERS}
+    total = sum(found.values())
+    return {tier: amount / total if total else None for tier, amount in found.items()}
+
+
+def _in_memory(counters: dict[str, float], policy: str = "") -> float | None:
+    """Share of selected tokens' keys and values that were in memory."""
+    disk = _shares(counters, "important_rows", policy)["disk"]
+    return None if disk is None else 1.0 - disk
+
+
+def _policies(counters: dict[str, float]) -> dict[str, dict[str, Any]]:
+    """Hits by the policy that was in use."""
+    return {
+        name: {
+            "loads": int(counters[f"{name}.loads"]),
+            "hit_bytes": _shares(counters, "chunks", f"{name}."),
+            "important_hit": _in_memory(counters, f"{name}."),
+        }
+        for name in POLICIES
+        if f"{name}.loads" in counters
+    }
+
+
+def _order(store: PrefixStore, row: NodeRow) -> str | None:
+    """How a node's rows are stored; None where its files can't tell."""
+    try:
+        return ORDERS[0] if store.order(row.node_id) is None else ORDERS[1]
+    except ChunkLoadError:
+        return None
 
 
 def find_node(store: PrefixStore, key: str) -> NodeRow:
@@ -111,7 +152,7 @@ def node_detail(store: PrefixStore, key: str) -> dict[str, Any]:
         "layers": shape.num_layers,
         "codec": info.codec,
         "kv_dtype": info.dtype,
-        "order": "original",
+        "order": _order(store, row),
         "children": [child.node_id for child in store.nodes() if child.parent_id == row.node_id],
         "prefixes": [prefix.name for prefix in store.prefixes() if prefix.node_id == row.node_id],
         "probes": {

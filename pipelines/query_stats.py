@@ -9,7 +9,7 @@ import numpy as np
 
 from store.index.radix import PrefixMatch
 from store.query_run import QueryRun
-from store.stats import QueryStats
+from store.stats import TIERS, QueryStats
 
 
 @dataclass(slots=True)
@@ -22,10 +22,14 @@ class Attempts:
     identify_s: float = 0.0
     load_s: float = 0.0
     hidden_io_s: float = 0.0
+    bookkeeping_s: float = 0.0
     wanted_bytes: int = 0
-    host_bytes: int = 0
     read_bytes: int = 0
+    needed_bytes: int = 0
+    probe_bytes: int = 0
     requests: int = 0
+    chunks: dict[str, int] = field(default_factory=lambda: dict.fromkeys(TIERS, 0))
+    important_rows: dict[str, int] = field(default_factory=lambda: dict.fromkeys(TIERS, 0))
     forward_tokens: int = 0
     recovered: int = 0
     reasons: list[str] = field(default_factory=list)
@@ -37,10 +41,15 @@ class Attempts:
         self.identify_s += counters.identify_s
         self.load_s += counters.load_wait_s
         self.hidden_io_s += counters.hidden_io_s()
+        self.bookkeeping_s += counters.bookkeeping_s
         self.wanted_bytes += counters.wanted_bytes
-        self.host_bytes += counters.host_bytes
         self.read_bytes += counters.read_bytes
+        self.needed_bytes += counters.needed_bytes
+        self.probe_bytes += counters.probe_bytes
         self.requests += counters.requests
+        for tier in TIERS:
+            self.chunks[tier] += counters.chunks[tier]
+            self.important_rows[tier] += counters.important[tier]
 
     def stages_s(self, ttft_s: float) -> dict[str, float]:
         """Seconds per stage; they sum to ``ttft_s``."""
@@ -61,6 +70,7 @@ def query_stats(
 ) -> QueryStats:
     """Figures of a query whose last try was ``run``."""
     kept, reports = kept_ratios(run), run.reports
+    size = run.fetch.chunk_bytes
     return QueryStats(
         ttft_s=ttft_s,
         stages_s=attempts.stages_s(ttft_s),
@@ -73,13 +83,45 @@ def query_stats(
         selected_ratio=kept[0],
         loaded_ratio=kept[1],
         probe_ratio=kept[2],
-        bytes={"disk": attempts.wanted_bytes, "host": attempts.host_bytes, "device": 0},
+        bytes={
+            "disk": attempts.wanted_bytes,
+            "host": attempts.chunks["host"] * size,
+            "device": attempts.chunks["device"] * size,
+        },
+        chunks=attempts.chunks,
+        important_rows=attempts.important_rows,
         read_bytes=attempts.read_bytes,
         requests=attempts.requests,
+        needed_bytes=attempts.needed_bytes,
+        probe_bytes=attempts.probe_bytes,
+        bookkeeping_s=attempts.bookkeeping_s,
         fallback_layers=sum(report.fell_back for report in reports),
         miss_reasons=[*attempts.reasons, *miss_reasons],
         recovered_chunks=attempts.recovered,
     )
+
+
+def lifetime_amounts(stats: QueryStats, eligible_tokens: int, policy: str) -> dict[str, float]:
+    """What a query adds to its store's counters; hits a second time under ``<policy>.``."""
+    hits: dict[str, float] = {"loads": float(stats.plan == "load")}
+    for tier in TIERS:
+        hits[f"{tier}_chunks"] = stats.chunks[tier]
+        hits[f"{tier}_important_rows"] = stats.important_rows[tier]
+    return {
+        "queries": 1,
+        "prompt_tokens": stats.prompt_tokens,
+        "eligible_tokens": eligible_tokens,
+        "reused_tokens": stats.reused_tokens,
+        "forward_tokens": stats.forward_tokens,
+        **{f"{tier}_bytes": stats.bytes[tier] for tier in TIERS},
+        "read_bytes": stats.read_bytes,
+        "needed_bytes": stats.needed_bytes,
+        "probe_bytes": stats.probe_bytes,
+        "recovered_chunks": stats.recovered_chunks,
+        "ttft_s": stats.ttft_s,
+        **hits,
+        **{f"{policy}.{name}": value for name, value in hits.items()},
+    }
 
 
 def kept_ratios(run: QueryRun) -> tuple[float, float, float]:

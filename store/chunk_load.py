@@ -3,7 +3,7 @@
 One load; chunks that the host tier has are copied, the others read::
 
     rows     | chunk 3 | chunk 4 | chunk 9 | chunk 17, used tokens only |
-             row       memory    disk      disk                        row + tokens
+             row       memory    disk      disk                        row + arriving
 """
 
 from __future__ import annotations
@@ -12,19 +12,18 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-import torch
 
 from store.buffers import RunBuffers
 from store.disk.layout import KV_ARRAYS
 from store.disk.reader import NodeFiles, ShardRead
 from store.disk.runs import merge_chunks
-from store.index.mapping import chunk_count
-from store.tier.host import Fetched, HostTier
+from store.index.mapping import Whereabouts, chunk_count, whereabouts
+from store.tier.tiered import Fetched, TieredCache
 
 
 @dataclass(frozen=True, slots=True)
 class LoadPart:
-    """The first ``used`` tokens of a node, to be loaded at the node's own position."""
+    """The first ``used`` tokens of a node, at the node's own position."""
 
     files: NodeFiles
     used: int
@@ -41,15 +40,42 @@ class LoadPart:
 
     @property
     def chunks(self) -> int:
-        """Chunks of one array that hold the part's tokens."""
+        """Chunks of one array that the part's tokens fill."""
         return chunk_count(self.used, self.chunk_tokens)
+
+    @property
+    def stored(self) -> int:
+        """Stored rows that may arrive: its own in token order, else all of the node."""
+        return self.used if self.files.rows is None else self.files.layout.tokens
+
+    @property
+    def mixed(self) -> bool:
+        """Whether rows of tokens that it does not use may arrive among its own."""
+        return self.used < self.stored
+
+    def rows(self, layer: int) -> np.ndarray | None:
+        """Stored row of each of the node's tokens, int32 [n]; None for token order."""
+        return None if self.files.rows is None else self.files.rows[layer]
+
+    def rows_of(self, layer: int, tokens: np.ndarray) -> np.ndarray:
+        """Stored rows of tokens that count from the node's start."""
+        rows = self.rows(layer)
+        return tokens if rows is None else rows[tokens]
+
+    def whole(self, layer: int) -> Whereabouts:
+        """Chunks that hold all of its tokens, and the place of each token among their rows."""
+        rows = self.rows(layer)
+        if rows is None:
+            return Whereabouts(np.arange(self.chunks), np.arange(self.used))
+        return whereabouts(rows[: self.used], self.chunk_tokens)
 
 
 class ChunkLoad(NamedTuple):
     """Chunks of one array (``which``: 0 keys, 1 values) of a part, to rows ``row`` and after.
 
-    ``chunks`` int64 ascending; ``tokens`` rows arrive, of the last chunk those that the part uses.
-    ``missing`` are the places in ``chunks`` that memory lacks, int64 ascending.
+    ``chunks`` int64 ascending; ``arriving`` rows arrive, of the last chunk those that are stored
+    or, in token order, used. ``slots`` int32 says where memory has each chunk, below 0 where it
+    has not; ``missing`` are the places in ``chunks`` that it lacks, int64 ascending.
     """
 
     part: LoadPart
@@ -57,7 +83,8 @@ class ChunkLoad(NamedTuple):
     which: int
     chunks: np.ndarray
     row: int
-    tokens: int
+    arriving: int
+    slots: np.ndarray
     missing: np.ndarray
 
     @classmethod
@@ -68,19 +95,21 @@ class ChunkLoad(NamedTuple):
         which: int,
         chunks: np.ndarray,
         row: int,
-        tokens: int,
-        tier: HostTier | None,
+        tier: TieredCache | None,
     ) -> ChunkLoad:
-        """A load of chunks wherever they are now."""
+        """A load of chunks, at least one, wherever they are now."""
+        past = (int(chunks[-1]) + 1) * part.chunk_tokens - part.stored
+        arriving = len(chunks) * part.chunk_tokens - max(0, past)
         if tier is None:
-            missing = np.arange(len(chunks))
+            slots = np.full(len(chunks), -1, dtype=np.int32)
         else:
-            missing = np.flatnonzero(tier.slots(part.files, layer)[which][chunks] < 0)
-        return cls(part, layer, which, chunks, row, tokens, missing)
+            slots = tier.slots(part.files, layer)[which][chunks]
+        missing = np.flatnonzero(slots < 0)
+        return cls(part, layer, which, chunks, row, arriving, slots, missing)
 
     def reads(self, buffers: RunBuffers, jobs: int) -> list[ShardRead]:
         """Reads of what memory lacks, in up to ``jobs`` jobs; none writes past its own rows."""
-        size, end, out = self.part.chunk_tokens, self.row + self.tokens, []
+        size, end, out = self.part.chunk_tokens, self.row + self.arriving, []
         for places in np.array_split(self.missing, max(1, min(jobs, len(self.missing)))):
             if len(places) == 0:
                 continue
@@ -95,36 +124,29 @@ class ChunkLoad(NamedTuple):
             out.append(ShardRead(self.part.files, array, self.layer, runs, room, len(room), at))
         return out
 
-    def copy(self, buffers: RunBuffers, tier: HostTier) -> None:
-        """Copy the chunks that are in memory. Call it once the reads are done.
+    def held(self) -> tuple[np.ndarray, np.ndarray | None]:
+        """Rows that memory has, as it numbers them, and the rows of the buffers they go to.
 
-        A read may be widened over rows of a chunk that it does not bring.
+        Both int64 [k]; None where they go to all of the load's rows, in order.
         """
-        have = np.ones(len(self.chunks), dtype=bool)
-        have[self.missing] = False
-        places = np.flatnonzero(have)
-        if len(places) == 0:
-            return
-        inside = np.arange(self.part.chunk_tokens)
-        to = (places[:, None] * self.part.chunk_tokens + inside).reshape(-1)
-        slots = tier.slots(self.part.files, self.layer)[self.which][self.chunks[places]]
-        source = tier.slab.row_index(slots[:, None], inside).reshape(-1)
-        target = buffers.host(self.layer, self.which)[self.row : self.row + self.tokens]
-        used = torch.from_numpy(to) < self.tokens
-        if not bool(used[-1]):
-            source, to = source[used], to[: int(used.sum())]
-        if len(to) == self.tokens:
-            torch.index_select(tier.slab.rows, 0, source, out=target)
-        else:
-            target.index_copy_(0, torch.from_numpy(to), tier.slab.rows.index_select(0, source))
+        size = self.part.chunk_tokens
+        inside = np.arange(size)
+        if len(self.missing) == 0:
+            places = self.slots.astype(np.int64)[:, None] * size + inside
+            return places.reshape(-1)[: self.arriving], None
+        have = np.flatnonzero(self.slots >= 0)
+        places = self.slots[have].astype(np.int64)[:, None] * size + inside
+        to = (have[:, None] * size + inside).reshape(-1)
+        kept = to < self.arriving
+        return places.reshape(-1)[kept], self.row + to[kept]
 
     def fetched(self, buffers: RunBuffers) -> Fetched:
         """What was read from disk and holds whole chunks, for the tier to consider."""
         part, size = self.part, self.part.chunk_tokens
         chunks = self.chunks[self.missing]
-        whole = (chunks + 1) * size <= part.used
+        whole = (chunks + 1) * size <= part.stored
         # A node's last chunk is whole with fewer tokens, unless the part leaves the node before.
-        whole |= part.used == part.files.layout.tokens
+        whole |= part.stored == part.files.layout.tokens
         rows = self.row + self.missing[whole] * size
         host = buffers.host(self.layer, self.which)
         return Fetched(part.files, self.layer, self.which, chunks[whole], host, rows)

@@ -12,13 +12,14 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Self
 
+import numpy as np
 import torch
 
 from store import maintenance
 from store.access import AccessStats
 from store.chunk_load import LoadPart
 from store.disk.io import IOOptions
-from store.disk.layout import PROBE_PREFIX, generation_dir
+from store.disk.layout import PROBE_PREFIX
 from store.disk.reader import ChunkReader
 from store.disk.sidecar import SidecarFiles
 from store.disk.sidecar_layout import NodeFacts
@@ -43,8 +44,9 @@ from store.query_run import QueryRun
 from store.rebuild import RepairReport, rebuild_store
 from store.recorder import RunRecorder
 from store.resident import SketchCache
-from store.run_maker import MemoryOptions, RunMaker, RunRequest
+from store.run_maker import MemoryNeed, MemoryOptions, RunMaker, RunRequest
 from store.types import KVShape
+from store.warm import NodeProgress, WarmReport, wanted_nodes, warm_node
 
 __all__ = ["PrefixStore", "RepairReport", "rebuild_store"]
 
@@ -60,6 +62,8 @@ class PrefixStore:
         Where it is, its fixed facts, the KV shape of its model.
     access
         What past queries found important.
+    memory
+        What may stay in memory between queries.
     """
 
     def __init__(
@@ -71,6 +75,7 @@ class PrefixStore:
         memory: MemoryOptions | None = None,
     ) -> None:
         self.path, self.info = path, info
+        self.memory = memory or MemoryOptions()
         self.shape: KVShape = info.identity.shape
         self._files = FileTable(path, info, info.identity.digest())
         self._index = LiveIndex(path, self._files)
@@ -82,11 +87,12 @@ class PrefixStore:
             info.chunk_tokens,
             self._reader,
             torch.device(device),
-            memory or MemoryOptions(),
+            self.memory,
             RunRecorder(self.access),
             self._evidence_maker,
             self.quarantine,
             self._end_run,
+            self._sidecars.sketch_bytes(),
         )
         self._publisher = Publisher(
             path,
@@ -282,11 +288,40 @@ class PrefixStore:
         """Let go of what a run kept from being deleted, and of chunks of what is gone."""
         if self._files.dropped and self._runs.tier is not None:
             # By the catalog: the tree may not know yet what another process has added.
-            keep = {
-                str(generation_dir(self.path, row.node_id, row.generation)) for row in self.nodes()
-            }
+            keep = {f"{row.node_id}/g{row.generation}" for row in self.nodes()}
             self._files.dropped = not self._runs.tier.forget(keep)
         self._index.end_run()
+
+    def warm(self, prefixes: int, progress: NodeProgress | None = None) -> WarmReport:
+        """Fill the tiers from the prefixes that most queries used, the newest first among equals.
+
+        Nothing happens without tiers. A node that can't be read is quarantined and passed over.
+        """
+        tier = self._runs.tier
+        if tier is None:
+            return WarmReport()
+        self.refresh()
+        nodes = wanted_nodes(self._index.tree, self.prefixes(), self.access, prefixes)
+        report = WarmReport()
+        for number, node in enumerate(nodes):
+            try:
+                files = self._files.get(node)
+                report = report.plus(warm_node(tier, self._reader, self.access, files))
+            except ChunkLoadError as error:
+                self.quarantine(error)
+            if progress is not None:
+                progress(number + 1, len(nodes))
+        return report
+
+    def memory_need(self) -> MemoryNeed:
+        """What a tier must hold to be of use, and what the host has for it."""
+        longest = max((row.length for row in self.prefixes()), default=1)
+        sketches, chunks = self.memory.shares(self._sidecars.sketch_bytes())
+        return MemoryNeed(longest, 2 * self._files.layout(longest).data_bytes, sketches, chunks)
+
+    def resident_bytes(self) -> tuple[int, int]:
+        """Bytes of chunks that stay in memory, on the device and in host memory."""
+        return (0, 0) if self._runs.tier is None else self._runs.tier.used_bytes()
 
     def io_note(self) -> str | None:
         """Why reads don't use O_DIRECT, where that was asked for; known after the first read."""
@@ -329,6 +364,22 @@ class PrefixStore:
         """Publish a new generation of a node from its rows in token order; returns its bytes."""
         with self.writing():
             return self._publisher.replace(self._index.tree.get(node_id), layers)
+
+    def reorder(self, node_id: str, rows: np.ndarray | None) -> int:
+        """Publish a generation of a node with its rows in another order; see `Publisher.reorder`.
+
+        ``rows`` int32 [layers, n] is the mapping list, None for token order. Queries under way
+        finish on the generation they began with.
+        """
+        with self.writing():
+            return self._publisher.reorder(self._index.tree.get(node_id), rows)
+
+    def order(self, node_id: str) -> np.ndarray | None:
+        """Mapping list of a node, int32 [layers, n], None for token order.
+
+        Raises `ChunkLoadError`.
+        """
+        return self._files.get(self._index.tree.get(node_id)).rows
 
     def remove(self, row: PrefixRow) -> RemoveReport:
         """Delete a prefix and what only it needed."""

@@ -21,7 +21,7 @@ from store.chunk_load import ChunkLoad, LoadPart
 from store.disk.reader import ChunkReader, ReadCount
 from store.errors import ChunkLoadError
 from store.stats import LayerReport, RunCounters
-from store.tier.host import HostTier
+from store.tier.tiered import TieredCache
 
 #: Gets (layer, q, keys [n, kv_heads, head_dim], k_new, scaling) before a layer's attention.
 Observer = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor, float | None], None]
@@ -32,6 +32,8 @@ class Fetch(ABC):
 
     Attributes
     ----------
+    selective
+        Whether it loads a choice of the prefix's tokens.
     matched_len
         Tokens that the parts cover, from position 0 without gaps.
     reports, selected
@@ -40,13 +42,15 @@ class Fetch(ABC):
         Everything that was brought to the buffers, layer by layer.
     """
 
+    selective = False
+
     def __init__(
         self,
         parts: Sequence[LoadPart],
         reader: ChunkReader,
         buffers: RunBuffers,
         counters: RunCounters | None = None,
-        tier: HostTier | None = None,
+        tier: TieredCache | None = None,
     ) -> None:
         self.parts, self.reader, self.buffers, self.tier = list(parts), reader, buffers, tier
         self.matched_len = sum(part.used for part in parts)
@@ -66,6 +70,11 @@ class Fetch(ABC):
     @abstractmethod
     def pending(self) -> list[Future[ReadCount]]:
         """Reads that may still write into the buffers."""
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Bytes of a chunk; 0 where nothing is fetched."""
+        return self.parts[0].files.layout.chunk_bytes if self.parts else 0
 
     def kept_positions(self, _layer: int) -> np.ndarray:
         """Prefix positions that a layer keeps, int64 [kept] or [kv_heads, kept]."""
@@ -93,11 +102,48 @@ class Fetch(ABC):
         """Complete loads whose reads are done: copy what memory has, bring all to the device."""
         self.loads += loads
         for load in loads:
-            if self.tier is not None and len(load.missing) < len(load.chunks):
-                load.copy(self.buffers, self.tier)
-                found = len(load.chunks) - len(load.missing)
-                self.counters.host_bytes += found * load.part.files.layout.chunk_bytes
-            self.buffers.upload(load.layer, load.which, load.row, load.row + load.tokens)
+            self.count_chunks(load.slots)
+            if len(load.missing) == len(load.chunks):
+                self.buffers.upload(load.layer, load.which, load.row, load.row + load.arriving)
+                continue
+            places, to = load.held()
+            self.copy(load.layer, load.which, places, load.row, load.arriving, to)
+
+    def copy(
+        self,
+        layer: int,
+        which: int,
+        places: np.ndarray,
+        row: int,
+        arriving: int,
+        at: np.ndarray | None = None,
+    ) -> None:
+        """Complete rows ``row`` to ``row + arriving``: memory's rows ``places`` go to rows ``at``.
+
+        By default to all of them, in order; `TierMemory.to_host` says more. Call it once the reads
+        are done: one may be widened over rows that it does not bring.
+        """
+        assert self.tier is not None
+        assert self.tier.memory is not None
+        began, memory = time.perf_counter(), self.tier.memory
+        host, rows = self.buffers.host(layer, which), self.buffers.rows(layer)[which]
+        if at is None:
+            host, rows = host[row : row + arriving], rows[row : row + arriving]
+        memory.to_host(places, host, at)
+        self.buffers.upload(layer, which, row, row + arriving)
+        memory.to_device(places, rows, at)
+        self.counters.copy_s += time.perf_counter() - began
+
+    def count_chunks(self, slots: np.ndarray) -> None:
+        """Count chunks by the tier they came from; ``slots`` below 0 are those read from disk."""
+        counters, held = self.counters, int((slots >= 0).sum())
+        edge = 0 if self.tier is None else self.tier.device_slots
+        device = held - int((slots >= edge).sum())
+        counters.device_chunks += device
+        counters.host_chunks += held - device
+        counters.disk_chunks += slots.size - held
+        if not self.selective:
+            counters.needed_bytes += (slots.size - held) * self.chunk_bytes
 
     def await_reads(self, layer: int, futures: Sequence[Future[ReadCount]]) -> None:
         """Block until reads are done and count them. Raises `ChunkLoadError`."""
@@ -110,11 +156,18 @@ class Fetch(ABC):
             reason = f"slow: no answer in {deadline:g} s"
             raise ChunkLoadError("-", "k", layer, -1, 0, reason) from error
         finally:
-            self.counters.load_wait_s += time.perf_counter() - started
+            waited = time.perf_counter() - started
+            self.counters.load_wait_s += waited
+            self.counters.read_wait_s += waited
 
 
 class FullFetch(Fetch):
-    """Every row of every layer, in token order."""
+    """Every row of every layer, in the order in which they are stored.
+
+    Attention does not ask for the order of rows that all queries see. Only where a query leaves a
+    reordered node half-way, rows that are not its own arrive among them: then all arrive aside,
+    and its own are copied to the front.
+    """
 
     def __init__(
         self,
@@ -122,23 +175,41 @@ class FullFetch(Fetch):
         reader: ChunkReader,
         buffers: RunBuffers,
         observer: Observer | None = None,
-        tier: HostTier | None = None,
+        tier: TieredCache | None = None,
     ) -> None:
+        began = time.perf_counter()
         super().__init__(parts, reader, buffers, tier=tier)
         self._observer = observer
-        layers = range(buffers.shape.num_layers)
-        self._planned = [[*whole_loads(self, layer, (0, 1), 0)] for layer in layers]
+        self._mixed = any(part.mixed for part in self.parts)
+        layers, row = range(buffers.shape.num_layers), buffers.aside if self._mixed else 0
+        self._planned = [[*whole_loads(self, layer, (0, 1), row)] for layer in layers]
         self._pending = [self.submit(loads, 1) for loads in self._planned]
+        self.counters.fetch_s += time.perf_counter() - began
 
     def layer(self, layer: int, q: torch.Tensor, k_new: torch.Tensor, scaling: float | None) -> int:
         """Wait for the layer's chunks; all rows are kept."""
-        futures, count = self._pending[layer], self.matched_len
-        self.await_reads(layer, futures)
+        began, waited = time.perf_counter(), self.counters.load_wait_s
+        self.await_reads(layer, self._pending[layer])
         self._pending[layer] = []
         self.arrived(self._planned[layer])
+        if self._mixed:
+            places = whole_places(self.parts, layer)
+            for rows in self.buffers.rows(layer):
+                gather(rows[self.buffers.aside :], places, rows)
+        spent = time.perf_counter() - began
+        self.counters.load_wait_s = waited + spent
+        self.counters.fetch_s += spent
+        count = self.matched_len
         if self._observer is not None and count:
-            self._observer(layer, q, self.buffers.rows(layer)[0][:count], k_new, scaling)
+            self._observer(layer, q, self._keys(layer), k_new, scaling)
         return count
+
+    def _keys(self, layer: int) -> torch.Tensor:
+        """The prefix's keys in token order, [n, kv_heads, head_dim]."""
+        keys = self.buffers.rows(layer)[0][: self.matched_len]
+        if self._mixed or all(part.files.rows is None for part in self.parts):
+            return keys
+        return keys[torch.from_numpy(whole_places(self.parts, layer)).to(keys.device)]
 
     def pending(self) -> list[Future[ReadCount]]:
         """Reads of layers that nobody has asked for yet."""
@@ -146,8 +217,36 @@ class FullFetch(Fetch):
 
 
 def whole_loads(fetch: Fetch, layer: int, arrays: Sequence[int], row: int) -> Iterator[ChunkLoad]:
-    """Loads of all chunks of all parts, each at the rows of its own positions after ``row``."""
+    """Loads of all chunks of all parts, part after part from ``row`` on."""
     for part in fetch.parts:
-        for which in arrays:
-            chunks, to = np.arange(part.chunks), row + part.start
-            yield ChunkLoad.plan(part, layer, which, chunks, to, part.used, fetch.tier)
+        chunks = part.whole(layer).chunks
+        loads = [ChunkLoad.plan(part, layer, which, chunks, row, fetch.tier) for which in arrays]
+        row += loads[0].arriving
+        yield from loads
+
+
+def whole_places(parts: Sequence[LoadPart], layer: int) -> np.ndarray:
+    """Where each prefix token lies among the rows that `whole_loads` brings, int64 [n]."""
+    places, base = [], 0
+    for part in parts:
+        found = part.whole(layer)
+        places.append(base + found.places)
+        past = (int(found.chunks[-1]) + 1) * part.chunk_tokens - part.stored
+        base += len(found.chunks) * part.chunk_tokens - max(0, past)
+    return np.concatenate(places)
+
+
+def gather(source: torch.Tensor, places: np.ndarray, target: torch.Tensor) -> None:
+    """Copy rows of ``source`` [rows, kv_heads, head_dim] to the front of ``target``.
+
+    ``places``: int64 [k], or [kv_heads, k] where each head keeps other rows; [1, k] counts as [k].
+    """
+    index = torch.from_numpy(places).to(source.device)
+    if places.ndim == 1 or len(places) == 1:
+        flat = index.reshape(-1)
+        torch.index_select(source, 0, flat, out=target[: len(flat)])
+        return
+    heads, k = places.shape
+    # One flat gather of head rows: row r of head h is row r * heads + h of the flattened view.
+    flat = (index.t() * heads + torch.arange(heads, device=source.device)).reshape(-1)
+    torch.index_select(source.flatten(0, 1), 0, flat, out=target[:k].flatten(0, 1))

@@ -16,14 +16,16 @@ from store.disk import layout as disk_layout
 from store.disk.io import MAX_BLOCK, Arena
 from store.disk.layout import KV_ARRAYS, NodeLayout
 from store.disk.reader import ChunkReader, NodeFiles, ShardRead
-from store.disk.runs import one_run
+from store.disk.runs import ChunkRuns, merge_chunks, one_run
 from store.errors import ChunkLoadError
 from store.index.ids import Ids
-from store.index.mapping import chunk_count
+from store.index.mapping import Rows, check_rows, chunk_count, whereabouts
 from store.index.radix import PrefixNode
 from store.info import StoreInfo
 
 _CACHED_NODES = 256
+#: How a generation's rows are stored: in token order, or by a mapping list.
+ORDERS = ("original", "importance")
 
 
 class GroupFacts(NamedTuple):
@@ -45,9 +47,9 @@ class GroupFacts(NamedTuple):
 
 
 def node_attributes(
-    node: PrefixNode, info: StoreInfo, identity_digest: str, facts: GroupFacts
+    node: PrefixNode, info: StoreInfo, identity_digest: str, facts: GroupFacts, order: str
 ) -> dict[str, Any]:
-    """Attributes of a node generation's group (format.md)."""
+    """Attributes of a node generation's group (format.md); ``order`` is one of `ORDERS`."""
     return {
         "node_id": node.node_id,
         "generation": node.generation,
@@ -57,7 +59,7 @@ def node_attributes(
         "identity_digest": identity_digest,
         "layout_version": disk_layout.LAYOUT_VERSION,
         "kv_dtype": info.dtype,
-        "order": "original",
+        "order": order,
         **facts._asdict(),
     }
 
@@ -120,7 +122,7 @@ class FileTable:
         group = disk_layout.generation_dir(self._store, node.node_id, node.generation)
         layout = self.layout(node.length)
         try:
-            self._check_attributes(group, node)
+            order = self._check_attributes(group, node)
         except (OSError, ValueError, KeyError) as error:
             raise self._error(node, "zarr.json", error) from error
         table = (layout.shape.num_layers, layout.num_chunks)
@@ -130,20 +132,33 @@ class FileTable:
                 crcs[name] = disk_layout.read_small(group, f"{name}_crc", "<u4", table)
             except (OSError, ValueError) as error:
                 raise self._error(node, f"{name}_crc", error) from error
-        return NodeFiles(node.node_id, group, layout, node.start, crcs["k"], crcs["v"])
+        rows = None if order == ORDERS[0] else self._load_rows(group, node, layout)
+        return NodeFiles(node.node_id, group, layout, node.start, crcs["k"], crcs["v"], rows)
 
-    def _check_attributes(self, group: Path, node: PrefixNode) -> None:
-        """Compare the group's attributes with the index.
+    def _load_rows(self, group: Path, node: PrefixNode, layout: NodeLayout) -> Rows:
+        dims = (layout.shape.num_layers, layout.tokens)
+        try:
+            return check_rows(disk_layout.read_small(group, "rows", "<i4", dims), *dims)
+        except (OSError, ValueError) as error:
+            raise self._error(node, "rows", error) from error
 
-        Another order than ``original`` is refused: rows would be taken for other tokens' KV.
+    def _check_attributes(self, group: Path, node: PrefixNode) -> str:
+        """Compare the group's attributes with the index; returns the order of its rows.
+
+        One that is unknown is refused: rows would be taken for other tokens' KV.
         """
         found = disk_layout.read_attributes(group)
-        expected = node_attributes(node, self._info, self._identity_digest, GroupFacts([], []))
+        order = found.get("order")
+        if order not in ORDERS:
+            raise ValueError(f"order is {order}, expected one of {', '.join(ORDERS)}")
+        identity, facts = self._identity_digest, GroupFacts([], [])
+        expected = node_attributes(node, self._info, identity, facts, order)
         for name, value in expected.items():
             # A split above changes the parent; the facts are the group's own to say.
             own = ("parent_id", *GroupFacts._fields)
             if name not in own and found.get(name) != value:
                 raise ValueError(f"{name} is {found.get(name)}, expected {value}")
+        return str(order)
 
     @staticmethod
     def _error(node: PrefixNode, array: str, error: Exception) -> ChunkLoadError:
@@ -185,11 +200,19 @@ class NodeRows:
         return self._array(layer, 0, self._files.layout.tokens)
 
     def _array(self, layer: int, which: int, tokens: int) -> np.ndarray:
-        files, layout = self._files, self._files.layout
-        valid = tokens * layout.shape.row_bytes
-        chunks = chunk_count(tokens, layout.chunk_tokens)
-        arena = self._arenas[which]
-        read = ShardRead(files, KV_ARRAYS[which], layer, one_run(0, chunks), arena.view, valid)
-        self._reader.read(read)
-        stored = arena.array[:valid].view(layout.shape.np_dtype)
-        return stored.reshape(tokens, layout.shape.num_kv_heads, layout.shape.head_dim)
+        rows = self._files.rows
+        if rows is None:
+            runs = one_run(0, chunk_count(tokens, self._files.layout.chunk_tokens))
+            return self._read(layer, which, runs, tokens)
+        # Only the chunks that hold those tokens: the others may be what is damaged.
+        found = whereabouts(rows[layer, :tokens], self._files.layout.chunk_tokens)
+        arriving = int(found.places.max()) + 1
+        return self._read(layer, which, merge_chunks(found.chunks, 0), arriving)[found.places]
+
+    def _read(self, layer: int, which: int, runs: ChunkRuns, arriving: int) -> np.ndarray:
+        """The first ``arriving`` stored rows of some chunks."""
+        shape, arena = self._files.layout.shape, self._arenas[which]
+        valid = arriving * shape.row_bytes
+        self._reader.read(ShardRead(self._files, KV_ARRAYS[which], layer, runs, arena.view, valid))
+        stored = arena.array[:valid].view(shape.np_dtype)
+        return stored.reshape(arriving, shape.num_kv_heads, shape.head_dim)

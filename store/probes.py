@@ -165,6 +165,11 @@ class Sidecars:
         settings.check(self._info.identity.shape)
         write_settings(self._index.catalog, settings)
 
+    def sketch_bytes(self) -> int | None:
+        """Bytes of all stored sketches; None where there are none and none will come."""
+        sizes = [row.bytes for row in self._index.probes.values() if row.kind == "sketch"]
+        return sum(sizes) if sizes or self.settings.sketch_bits is not None else None
+
     def rows(self, node_id: str | None = None) -> list[ProbeRow]:
         """Published sidecars of known kinds, of one node or of all, by node."""
         probes = self._index.probes

@@ -20,10 +20,11 @@ from store.disk import layout as disk_layout
 from store.disk.reader import ChunkReader
 from store.disk.sidecar_layout import ProbeSpec
 from store.disk.writer import LayerKV, disk_errors, sync_dir, write_generation
-from store.errors import StoreError
-from store.files import FileTable, GroupFacts, NodeRows, node_attributes
+from store.errors import ChunkLoadError, StoreError
+from store.files import ORDERS, FileTable, GroupFacts, NodeRows, node_attributes
 from store.index.catalog import Catalog
 from store.index.ids import Ids, ids_digest, node_id, prefix_id
+from store.index.mapping import Rows, check_rows, is_identity, rows_of_part
 from store.index.radix import MatchedNode, PrefixMatch, PrefixNode, RadixTree
 from store.index.rows import PrefixRow
 from store.info import StoreInfo
@@ -152,16 +153,38 @@ class Publisher:
         mark.unlink(missing_ok=True)
         return row
 
+    def reorder(self, node: PrefixNode, rows: Rows | None) -> int:
+        """Publish a generation of a node with its rows in another order; returns its bytes.
+
+        0 where the published one has that order. Raises `ChunkLoadError`, and `InvalidValueError`
+        unless ``rows`` is a mapping list of the node, or None for token order.
+        """
+        files = self._files.get(node)
+        if rows is not None:
+            rows = check_rows(rows, files.layout.shape.num_layers, node.length)
+            rows = None if is_identity(rows) else rows
+        same = rows is files.rows is None
+        if same or (rows is not None and files.rows is not None and (rows == files.rows).all()):
+            return 0
+        return self._replace(node, NodeRows(self._reader, files).layer, rows)
+
     def replace(self, node: PrefixNode, layers: LayerKV) -> int:
-        """Publish a new generation of a node; returns its bytes.
+        """Publish a new generation of a node, in the order it has; returns its bytes.
 
         ``layers`` gives all rows of the node in token order; quarantine entries are cleared.
         Sidecars stay, as they are in token order too; damaged ones are written again.
         """
+        try:
+            rows = self._files.get(node).rows
+        except ChunkLoadError:
+            rows = None
+        return self._replace(node, layers, rows)
+
+    def _replace(self, node: PrefixNode, layers: LayerKV, rows: Rows | None) -> int:
         ids = self._get_tree().ids_of(node)
         successor = self._planned(node.node_id, node.parent, node.start, ids)
         specs = self._sidecars.to_rewrite(node)
-        written = self._write(successor, layers, ids, self._facts(node), specs)
+        written = self._write(successor, layers, ids, self._facts(node), specs, rows)
         old = node.generation
         with self._catalog.transaction() as txn:
             txn.replace_generation(
@@ -269,12 +292,15 @@ class Publisher:
         lower_id = node_id(self._identity_digest, path, at)
         upper = self._planned(upper_id, node.parent, node.start, ids[:cut])
         lower = self._planned(lower_id, upper, at, ids[cut:])
-        rows = NodeRows(self._reader, self._files.get(node))
+        files = self._files.get(node)
+        stored = NodeRows(self._reader, files)
         above, below = self._facts(node).split(node.node_id, at)
-        halves = (
-            self._write(upper, _sliced(rows.layer, 0, cut), ids[:cut], above),
-            self._write(lower, _sliced(rows.layer, cut, None), ids[cut:], below),
-        )
+
+        def written(half: PrefixNode, lo: int, hi: int, facts: GroupFacts) -> Written:
+            rows = None if files.rows is None else rows_of_part(files.rows, lo, hi)
+            return self._write(half, _sliced(stored.layer, lo, hi), ids[lo:hi], facts, rows=rows)
+
+        halves = written(upper, 0, cut, above), written(lower, cut, node.length, below)
         return Split(node, upper, lower, halves)
 
     def _split_tree(self, split: Split) -> None:
@@ -331,15 +357,17 @@ class Publisher:
         ids: Ids,
         facts: GroupFacts,
         specs: Iterable[ProbeSpec] | None = None,
+        rows: Rows | None = None,
     ) -> Written:
         """Write a generation and, from the same keys, sidecars: by default all that are set."""
         if specs is None:
             specs = self._sidecars.settings.specs.values()
-        attributes = node_attributes(node, self._info, self._identity_digest, facts)
+        order = ORDERS[0] if rows is None else ORDERS[1]
+        attributes = node_attributes(node, self._info, self._identity_digest, facts, order)
         target = disk_layout.generation_dir(self._store, node.node_id, node.generation)
         layout = self._files.layout(node.length)
         with self._sidecars.writing(node, specs) as sidecars:
-            group = write_generation(target, layout, ids, sidecars.tee(layers), attributes)
+            group = write_generation(target, layout, ids, sidecars.tee(layers), attributes, rows)
             return Written(group, sidecars.finish())
 
     @staticmethod

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from store.access import AccessStats
+from store.access import AccessStats, NodeAccess
+from store.disk.reader import NodeFiles
 from store.sparse import SparseFetch
 
 #: Runs between two writes of the statistics; a process that is killed loses at most these.
@@ -18,6 +19,10 @@ class RunRecorder:
     def __init__(self, access: AccessStats) -> None:
         self._access = access
         self._runs = 0
+
+    def known(self, files: NodeFiles) -> NodeAccess | None:
+        """Statistics of a node."""
+        return self._access.get(files.node_id, files.layout.tokens)
 
     def add(self, fetch: SparseFetch) -> None:
         """Record a run that went through every layer; one that failed on the way is left out."""

@@ -1,6 +1,6 @@
 """Makes the runs of an open store and takes back what they used.
 
-Owns the memory that queries share and keep: arenas, resident sketches, the host tier. Matching is
+Owns the memory that queries share and keep: arenas, resident sketches, the tiers. Matching is
 the engine's; what a run does is `query_run`'s and `fetch`'s.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 
@@ -25,11 +26,11 @@ from store.prepare import EvidenceMaker
 from store.query_run import QueryRun
 from store.recorder import RunRecorder
 from store.resident import SketchCache
-from store.settle import settle
-from store.sparse import SparseFetch, needs_aside
+from store.settle import introduce, settle
+from store.sparse import SparseFetch, rows_aside
 from store.stats import RunCounters
-from store.tier.host import HostTier
 from store.tier.policy import make_policy
+from store.tier.tiered import Budgets, TieredCache
 from store.types import KVShape
 
 log = logging.getLogger(__name__)
@@ -44,23 +45,58 @@ class MemoryOptions:
 
     Parameters
     ----------
+    device_bytes
+        Chunks of KV where attention runs; 0 keeps none there.
+    host_bytes
+        Sketches, and chunks of KV with what they leave; 0 keeps neither.
+    policy, half_life
+        Which chunks stay: one of `store.tier.policy.POLICIES`, and after how many requests an
+        access counts half (None: never).
     sketch_bytes
-        Sketches that stay resident.
-    tier_bytes
-        Chunks of KV that stay resident; 0 keeps none.
-    policy
-        Which of them, one of `store.tier.policy.POLICIES`.
+        Most of ``host_bytes`` that sketches take; None for what the store's sketches need, at
+        least an eighth (new ones come) and at most half.
     """
 
-    sketch_bytes: int = 1 << 30
-    tier_bytes: int = 0
+    device_bytes: int = 0
+    host_bytes: int = 1 << 30
     policy: str = "score"
+    half_life: float | None = None
+    sketch_bytes: int | None = None
 
     def __post_init__(self) -> None:
-        for name, value in (("sketch", self.sketch_bytes), ("tier", self.tier_bytes)):
-            if value < 0:
-                raise InvalidValueError(f"{name} memory of {value} bytes is not allowed; use 0 up")
-        make_policy(self.policy)
+        sizes = {"device": self.device_bytes, "host": self.host_bytes, "sketch": self.sketch_bytes}
+        for name, value in sizes.items():
+            if value is not None and value < 0:
+                raise InvalidValueError(
+                    f"{name} memory of {value} bytes is not allowed; use 0 for none, or more"
+                )
+        make_policy(self.policy, self.half_life)
+
+    def shares(self, stored_sketches: int | None) -> tuple[int, int]:
+        """Bytes of the host for sketches and for chunks.
+
+        ``stored_sketches``: bytes of all that the store holds; None where it keeps none.
+        """
+        if stored_sketches is None:
+            return 0, self.host_bytes
+        sketches = self.sketch_bytes
+        if sketches is None:
+            sketches = min(max(stored_sketches, self.host_bytes // 8), self.host_bytes // 2)
+        sketches = min(sketches, self.host_bytes)
+        return sketches, self.host_bytes - sketches
+
+
+class MemoryNeed(NamedTuple):
+    """What tiers need to be of use, in bytes.
+
+    ``layer_bytes`` is one layer of the longest prefix, of ``tokens`` tokens, keys and values: a
+    tier that holds less only ever has pieces. ``sketch_bytes`` and ``chunk_bytes`` are the host's.
+    """
+
+    tokens: int
+    layer_bytes: int
+    sketch_bytes: int
+    chunk_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,24 +135,26 @@ class RunMaker:
         evidence: Callable[[SketchCache], EvidenceMaker],
         withdraw: Callable[[ChunkLoadError], None],
         on_end: Callable[[], None],
+        stored_sketches: int | None,
     ) -> None:
         self._shape, self._reader, self._device = shape, reader, device
         self._recorder, self._withdraw, self._on_end = recorder, withdraw, on_end
         self._arenas: list[Arena] = []
-        self._sketches = SketchCache(reader, memory.sketch_bytes)
+        sketches, chunks = memory.shares(stored_sketches)
+        self._sketches = SketchCache(reader, sketches)
         self._evidence = evidence(self._sketches)
-        self.tier: HostTier | None = None
-        if memory.tier_bytes:
-            policy = make_policy(memory.policy)
-            self.tier = HostTier(shape, chunk_tokens, memory.tier_bytes, policy)
+        self.tier: TieredCache | None = None
+        budgets = Budgets(memory.device_bytes, chunks)
+        if max(memory.device_bytes, chunks) >= chunk_tokens * shape.row_bytes:
+            policy = make_policy(memory.policy, memory.half_life)
+            self.tier = TieredCache(shape, chunk_tokens, budgets, policy, device)
 
     def make(self, request: RunRequest) -> QueryRun:
         """Begin a run: reads start now. Raises `InvalidValueError` for evidence not stored."""
         options, counters = request.options, RunCounters()
         sparse = options.sparse and bool(request.parts)
         evidence = self._make_evidence(request, counters) if sparse else None
-        matched_len = sum(part.used for part in request.parts)
-        arrivals = matched_len if sparse and needs_aside(options, evidence) else 0
+        arrivals = rows_aside(options, evidence, request.parts)
         arena = self._take_arena(arena_bytes(self._shape, request.capacity, arrivals))
         buffers = RunBuffers(self._shape, arena, request.capacity, self._device, arrivals)
         common = (request.parts, self._reader, buffers)
@@ -156,10 +194,18 @@ class RunMaker:
     def _end_recorded(self, run: QueryRun, arena: Arena | None) -> None:
         """Note what the run found to be important, then take its memory back."""
         try:
+            # Before this run counts among them: settling counts it, too.
+            self._introduce(run.fetch.parts)
             if isinstance(run.fetch, SparseFetch):
                 self._recorder.add(run.fetch)
         finally:
             self._end(run, arena)
+
+    def _introduce(self, parts: Sequence[LoadPart]) -> None:
+        if self.tier is not None:
+            for part in parts:
+                if not self.tier.known(part.files):
+                    introduce(self.tier, part, self._recorder.known(part.files))
 
     def _end(self, run: QueryRun, arena: Arena | None) -> None:
         if self.tier is not None:

@@ -1,4 +1,4 @@
-"""After the answer: tell the host tier what a run used and offer it what came from disk."""
+"""After the answer: tell the tiers what a run used and offer them what came from disk."""
 
 from __future__ import annotations
 
@@ -6,11 +6,32 @@ import numpy as np
 
 from store.chunk_load import LoadPart
 from store.fetch import Fetch
-from store.tier.host import Access, HostTier
+from store.node_access import NodeAccess
+from store.tier.tiered import Access, TieredCache
 
 
-def settle(tier: HostTier, fetch: Fetch) -> None:
-    """Count a run's accesses and let the tier admit of its chunks; its buffers are still whole.
+def introduce(tier: TieredCache, part: LoadPart, known: NodeAccess | None) -> None:
+    """Tell the tiers what earlier processes' queries found in a node, if it is new to them.
+
+    Recorded by token; a chunk was used whenever its most used token was.
+    """
+    if known is None or tier.known(part.files):
+        return
+    layout = part.files.layout
+    size, chunks = layout.chunk_tokens, layout.num_chunks
+    table = np.zeros((2, layout.shape.num_layers, chunks * size), dtype=np.float32)
+    for layer in range(layout.shape.num_layers):
+        stored = part.rows(layer)
+        at = slice(0, layout.tokens) if stored is None else stored
+        table[0, layer, at], table[1, layer, at] = known.loaded[layer], known.selected[layer]
+    loaded, selected = table.reshape(2, layout.shape.num_layers, chunks, size)
+    accesses = loaded.max(axis=-1)
+    ratio = selected.sum(axis=-1) / (size * np.maximum(accesses, 1.0))
+    tier.introduce(part.files, np.repeat(accesses[:, None], 2, axis=1), ratio)
+
+
+def settle(tier: TieredCache, fetch: Fetch) -> None:
+    """Count a run's accesses and let the tiers admit of its chunks; its buffers are still whole.
 
     A run that failed on the way offers the layers that it got.
     """
@@ -24,20 +45,23 @@ def _access(fetch: Fetch, part: LoadPart) -> Access:
     used = np.zeros((layers, 2, chunks), dtype=bool)
     ratio = np.zeros((layers, chunks), dtype=np.float32)
     if not fetch.selected:
-        used[:, :, : part.chunks] = True
-        ratio[:, : part.chunks] = 1.0
+        for layer in range(layers):
+            used[layer, :, part.whole(layer).chunks] = True
+        ratio[used[:, 0]] = 1.0
         return Access(part.files, used, ratio)
     for layer, report in enumerate(fetch.reports):
-        used[layer, :, _chunks(fetch.loaded_positions(layer), part)] = True
-        used[layer, 0, : part.chunks] |= report.evidence == "full"
+        used[layer, :, _chunks(fetch.loaded_positions(layer), part, layer)] = True
+        if report.evidence == "full":
+            used[layer, 0, part.whole(layer).chunks] = True
         important = np.unique(fetch.selected[layer])
-        counts = np.bincount(_chunks(important, part), minlength=chunks)
+        counts = np.bincount(_chunks(important, part, layer), minlength=chunks)
         ratio[layer] = counts / part.chunk_tokens
     return Access(part.files, used, ratio)
 
 
-def _chunks(positions: np.ndarray, part: LoadPart) -> np.ndarray:
+def _chunks(positions: np.ndarray, part: LoadPart, layer: int) -> np.ndarray:
     """Chunk of each position that lies in the part."""
     own = positions - part.start
-    inside: np.ndarray = own[(own >= 0) & (own < part.used)] // part.chunk_tokens
+    own = own[(own >= 0) & (own < part.used)]
+    inside: np.ndarray = part.rows_of(layer, own) // part.chunk_tokens
     return inside

@@ -5,9 +5,10 @@ Where rows arrive (paper section on ITF; algorithms.md "From tokens to chunks"):
     attend loaded     front: part 0, its chunks in order | part 1 | ...     all of them are kept
     attend selected   aside: the same; the selected rows are copied to the front
 
-After a fallback, or with all keys as evidence, a layer's keys arrive aside, whole and in token
-order; its values arrive in chunks all the same. Where memory has every chunk that is needed, the
-kept rows alone are copied, straight to the front.
+Where a query leaves a reordered node half-way, rows that are not its own arrive among them: then
+all arrive aside, whatever is attended to. After a fallback, or with all keys as evidence, a layer's
+keys arrive aside, whole; its values arrive in chunks all the same. Where memory has every chunk
+that is needed, the kept rows alone are copied, straight to the front.
 """
 
 from __future__ import annotations
@@ -22,22 +23,24 @@ import torch
 from store.buffers import RunBuffers
 from store.chunk_load import ChunkLoad, LoadPart
 from store.disk.reader import ChunkReader, ReadCount
-from store.disk.runs import run_chunks
-from store.fetch import Fetch, whole_loads
+from store.fetch import Fetch, gather, whole_loads, whole_places
 from store.itf.evidence import Evidence, FullKeys, ProbeHeads, Random, Static
 from store.itf.importance import keep_count
 from store.itf.options import SparseOptions
 from store.itf.select import Choice, PartPlan, choose, choose_by_probes, plan_part
 from store.stats import LayerReport, RunCounters
-from store.tier.host import HostTier
+from store.tier.tiered import TieredCache
 
 _KEYS, _VALUES = 0, 1
 
 
-def needs_aside(options: SparseOptions, evidence: Evidence | None) -> bool:
-    """Whether other rows than those that are kept may arrive; buffers need room for them then."""
-    reads_all_keys = evidence is None or isinstance(evidence, ProbeHeads)
-    return options.attend == "selected" or reads_all_keys
+def rows_aside(options: SparseOptions, evidence: Evidence | None, parts: Sequence[LoadPart]) -> int:
+    """Rows of room that buffers need for what is not kept where it arrives."""
+    mixed = any(part.mixed for part in parts)
+    sparse = options.sparse and bool(parts)
+    reads_all_keys = sparse and (evidence is None or isinstance(evidence, ProbeHeads))
+    selected = sparse and options.attend == "selected"
+    return sum(part.stored for part in parts) if mixed or reads_all_keys or selected else 0
 
 
 class SparseFetch(Fetch):
@@ -60,6 +63,8 @@ class SparseFetch(Fetch):
         Per layer so far, int64 positions whose keys and values were both fetched.
     """
 
+    selective = True
+
     def __init__(
         self,
         parts: Sequence[LoadPart],
@@ -68,11 +73,14 @@ class SparseFetch(Fetch):
         options: SparseOptions,
         evidence: Evidence | None,
         counters: RunCounters,
-        tier: HostTier | None = None,
+        tier: TieredCache | None = None,
     ) -> None:
         super().__init__(parts, reader, buffers, counters, tier)
         self._options = options
         self._k = keep_count(self.matched_len, options.retention)
+        mixed = any(part.mixed for part in self.parts)
+        self._to_aside = mixed or options.attend == "selected"
+        self._in_order = all(part.files.rows is None for part in self.parts)
         layers = buffers.shape.num_layers
         self._reads: list[list[Future[ReadCount]]] = [[] for _ in range(layers)]
         self._key_loads: list[list[ChunkLoad]] = [[] for _ in range(layers)]
@@ -89,50 +97,84 @@ class SparseFetch(Fetch):
         """Identify, fetch and compact one layer; returns the rows that each KV head keeps."""
         choice = self._identify(layer, q, k_new, scaling)
         sets = choice.sets.cpu().numpy()
-        selected = np.unique(sets) if len(sets) > 1 else sets[0]
-        gap = self.reader.options.bridge_chunks
-        plans = [plan_part(selected, part, gap) for part in self.parts]
-        tokens = np.concatenate([plan.tokens for plan in plans])
-        kept = sets if self._options.attend == "selected" else tokens
-        self._fetch(layer, plans, kept, tokens)
+        before = self.counters.device_chunks, self.counters.host_chunks
+        plans, kept = self._fetch(layer, sets)
         self.selected.append(sets)
-        self.loaded.append(tokens)
         self._kept.append(kept)
-        self.reports.append(self._report(layer, choice, plans, kept.shape[-1]))
+        hits = (self.counters.device_chunks - before[0], self.counters.host_chunks - before[1])
+        self.reports.append(self._report(layer, choice, plans, kept.shape[-1], hits))
         return int(kept.shape[-1])
 
-    def _fetch(
-        self, layer: int, plans: list[PartPlan], kept: np.ndarray, tokens: np.ndarray
-    ) -> None:
-        """Bring the kept rows to the front of the layer; all of it counts as loading."""
-        began, waited = time.perf_counter(), self.counters.load_wait_s
-        if not self._copy_kept(layer, kept):
-            self._load(layer, plans)
-            self._compact(layer, kept, tokens)
-        self.counters.load_wait_s = waited + time.perf_counter() - began
+    def _fetch(self, layer: int, sets: np.ndarray) -> tuple[list[PartPlan], np.ndarray]:
+        """Bring the rows to keep to the front of the layer; all of it counts as loading.
 
-    def _copy_kept(self, layer: int, kept: np.ndarray) -> bool:
+        Returns what was planned and the positions that are kept.
+        """
+        began, waited = time.perf_counter(), self.counters.load_wait_s
+        selected = np.unique(sets) if len(sets) > 1 else sets[0]
+        gap = self.reader.options.bridge_chunks
+        plans = [plan_part(selected, part, layer, gap) for part in self.parts]
+        tokens = np.concatenate([plan.tokens for plan in plans])
+        self.loaded.append(tokens)
+        kept = sets if self._options.attend == "selected" else tokens
+        places = self._resident(layer)
+        self._count_important(places, selected)
+        if not self._copy_kept(layer, plans, kept, places):
+            self._load(layer, plans)
+            self._compact(layer, plans, kept, tokens)
+        spent = time.perf_counter() - began
+        self.counters.load_wait_s = waited + spent
+        self.counters.fetch_s += spent
+        return plans, kept
+
+    def _copy_kept(
+        self, layer: int, plans: list[PartPlan], kept: np.ndarray, places: np.ndarray | None
+    ) -> bool:
         """Copy the kept rows from memory, if it has all of them; False where it has not."""
-        if self.tier is None or self._key_loads[layer]:
+        if self.tier is None or places is None or self._key_loads[layer]:
             return False
-        rows = np.concatenate([self._tier_rows(part, layer) for part in self.parts], axis=1)
-        places = rows[:, kept]
-        if int(places.min()) < 0:
+        found = places[:, kept]
+        if int(found.min()) < 0:
             return False
         for which in (_KEYS, _VALUES):
-            host = self.buffers.host(layer, which)
-            _gather(self.tier.slab.rows, places[which], host)
-            self.buffers.upload(layer, which, 0, kept.shape[-1])
-        self.counters.host_bytes += 2 * kept.shape[-1] * self.buffers.shape.row_bytes
+            self.copy(layer, which, found[which], 0, kept.shape[-1])
+        for part, plan in zip(self.parts, plans, strict=True):
+            self.count_chunks(self.tier.slots(part.files, layer)[:, plan.chunks])
         return True
+
+    def _resident(self, layer: int) -> np.ndarray | None:
+        """Row in memory of each prefix token's key and value, int64 [2, n], below 0 for none.
+
+        None where nothing is kept in memory.
+        """
+        if self.tier is None:
+            return None
+        return np.concatenate([self._tier_rows(part, layer) for part in self.parts], axis=1)
+
+    def _count_important(self, places: np.ndarray | None, selected: np.ndarray) -> None:
+        """Count rows of selected tokens, keys and values, by the tier they lie in."""
+        counters, rows = self.counters, 2 * len(selected)
+        device = held = 0
+        if places is not None and self.tier is not None:
+            found = places[:, selected]
+            edge = self.tier.device_slots * self.parts[0].chunk_tokens
+            held = int((found >= 0).sum())
+            device = held - int((found >= edge).sum())
+        counters.important_rows += rows
+        counters.important_device_rows += device
+        counters.important_host_rows += held - device
+        counters.needed_bytes += (rows - held) * self.buffers.shape.row_bytes
 
     def _tier_rows(self, part: LoadPart, layer: int) -> np.ndarray:
         """Row of each token of a part in memory, int64 [2, used]; negative where it is absent."""
         assert self.tier is not None
         size = part.chunk_tokens
-        slots = self.tier.slots(part.files, layer)[:, : part.chunks].astype(np.int64)
-        rows = slots[:, :, None] * size + np.arange(size)
-        return rows.reshape(2, -1)[:, : part.used]
+        slots, stored = self.tier.slots(part.files, layer).astype(np.int64), part.rows(layer)
+        if stored is None:
+            rows = slots[:, : part.chunks, None] * size + np.arange(size)
+            return rows.reshape(2, -1)[:, : part.used]
+        chunk, inside = np.divmod(stored[: part.used], np.int32(size))
+        return slots[:, chunk] * size + inside
 
     def pending(self) -> list[Future[ReadCount]]:
         """Reads that nobody has waited for yet."""
@@ -173,12 +215,16 @@ class SparseFetch(Fetch):
 
     def _keys(self, layer: int) -> torch.Tensor:
         """All keys of a layer in token order, [n, kv_heads, head_dim]; read if need be."""
+        began = time.perf_counter()
         if not self._key_loads[layer]:
             self._submit_keys(layer)
         self._wait(layer)
         self.arrived(self._key_loads[layer])
-        begin = self.buffers.aside
-        return self.buffers.rows(layer)[_KEYS][begin : begin + self.matched_len]
+        self.counters.fetch_s += time.perf_counter() - began
+        keys = self.buffers.rows(layer)[_KEYS][self.buffers.aside :]
+        if self._in_order:
+            return keys[: self.matched_len]
+        return keys[torch.from_numpy(whole_places(self.parts, layer)).to(keys.device)]
 
     def _wait(self, layer: int) -> None:
         self.await_reads(layer, self._reads[layer])
@@ -187,38 +233,47 @@ class SparseFetch(Fetch):
     def _load(self, layer: int, plans: list[PartPlan]) -> None:
         """Fetch the planned chunks of values, and of keys unless all of them are there."""
         arrays = (_VALUES,) if self._key_loads[layer] else (_KEYS, _VALUES)
-        loads, row = [], self.buffers.aside if self._options.attend == "selected" else 0
+        loads, row = [], self.buffers.aside if self._to_aside else 0
         for part, plan in zip(self.parts, plans, strict=True):
-            chunks, count = run_chunks(plan.runs), len(plan.tokens)
             loads += [
-                ChunkLoad.plan(part, layer, which, chunks, row, count, self.tier)
+                ChunkLoad.plan(part, layer, which, plan.chunks, row, self.tier)
                 for which in arrays
-                if count
+                if plan.arriving
             ]
-            row += count
+            row += plan.arriving
         jobs = max(1, self.reader.options.threads // (2 * len(self.parts)))
         self._reads[layer] += self.submit(loads, jobs)
         self._wait(layer)
         self.arrived(loads)
 
-    def _compact(self, layer: int, kept: np.ndarray, tokens: np.ndarray) -> None:
+    def _compact(
+        self, layer: int, plans: list[PartPlan], kept: np.ndarray, tokens: np.ndarray
+    ) -> None:
         """Copy what is kept from aside to the front; what arrived at the front stays."""
         whole = bool(self._key_loads[layer])
         k, v = self.buffers.rows(layer)
         from_k, from_v = (rows[self.buffers.aside :] for rows in (k, v))
-        if self._options.attend == "loaded":
-            if whole:
-                _gather(from_k, kept, k)
-            return
-        # Where each token's row has arrived.
-        arrived = np.empty(self.matched_len, dtype=np.int64)
-        arrived[tokens] = np.arange(len(tokens))
-        _gather(from_k, kept if whole else arrived[kept], k)
-        _gather(from_v, arrived[kept], v)
+        if whole:
+            places = kept if self._in_order else whole_places(self.parts, layer)[kept]
+            gather(from_k, places, k)
+        if self._to_aside:
+            # Where each token's row has arrived.
+            arrived = np.empty(self.matched_len, dtype=np.int64)
+            arrived[tokens] = _places(plans)
+            gather(from_v, arrived[kept], v)
+            if not whole:
+                gather(from_k, arrived[kept], k)
 
-    def _report(self, layer: int, choice: Choice, plans: list[PartPlan], kept: int) -> LayerReport:
+    def _report(
+        self,
+        layer: int,
+        choice: Choice,
+        plans: list[PartPlan],
+        kept: int,
+        hits: tuple[int, int],
+    ) -> LayerReport:
         chunks = sum(part.chunks for part in self.parts)
-        fetched = [int((plan.runs.stop - plan.runs.start).sum()) for plan in plans]
+        fetched = [len(plan.chunks) for plan in plans]
         keys = chunks if self._key_loads[layer] else sum(fetched)
         size = self.parts[0].files.layout.chunk_bytes
         return LayerReport(
@@ -236,20 +291,16 @@ class SparseFetch(Fetch):
             kept_tokens=kept,
             kv_bytes=(keys + sum(fetched)) * size,
             probe_bytes=self._evidence.probe_bytes(layer),
+            device_chunks=hits[0],
+            host_chunks=hits[1],
         )
 
 
-def _gather(source: torch.Tensor, places: np.ndarray, target: torch.Tensor) -> None:
-    """Copy rows of ``source`` [rows, kv_heads, head_dim] to the front of ``target``.
-
-    ``places``: int64 [k], or [kv_heads, k] where each head keeps other rows; [1, k] counts as [k].
-    """
-    index = torch.from_numpy(places).to(source.device)
-    if places.ndim == 1 or len(places) == 1:
-        flat = index.reshape(-1)
-        torch.index_select(source, 0, flat, out=target[: len(flat)])
-        return
-    heads, k = places.shape
-    # One flat gather of head rows: row r of head h is row r * heads + h of the flattened view.
-    flat = (index.t() * heads + torch.arange(heads, device=source.device)).reshape(-1)
-    torch.index_select(source.flatten(0, 1), 0, flat, out=target[:k].flatten(0, 1))
+def _places(plans: Sequence[PartPlan]) -> np.ndarray:
+    """Where the tokens of all parts' plans are among the rows that arrive, int64."""
+    base, found = 0, []
+    for plan in plans:
+        own = np.arange(plan.arriving) if plan.places is None else plan.places
+        found.append(base + own)
+        base += plan.arriving
+    return np.concatenate(found)

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+TIERS = ("disk", "host", "device")
 STAGES = ("match", "probe", "identify", "load", "compute", "other")
 
 
@@ -31,6 +32,8 @@ class LayerReport(NamedTuple):
         Prefix tokens whose keys and values were both fetched; rows each KV head attends to.
     kv_bytes, probe_bytes
         Bytes of the fetched chunks; bytes read as evidence.
+    device_chunks, host_chunks
+        Of the fetched chunks, those that were in memory.
     """
 
     layer: int
@@ -47,6 +50,8 @@ class LayerReport(NamedTuple):
     kept_tokens: int
     kv_bytes: int
     probe_bytes: int
+    device_chunks: int = 0
+    host_chunks: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,9 +75,20 @@ class QueryStats:
     retention, selected_ratio, loaded_ratio, probe_ratio
         Fractions of the reused KV: asked, selected, loaded, read as evidence.
     bytes
-        Bytes by tier, evidence included: ``disk``, ``host``, ``device``.
+        Bytes of chunks by the tier they came from; ``disk`` counts evidence that was read, too.
+    chunks
+        Chunks of keys and of values by the tier they came from.
+    important_rows
+        Of a sparse query, keys and values of selected tokens by the tier they lay in.
     read_bytes, requests
         Bytes the reads moved (widened to disk blocks) and the number of read requests.
+    needed_bytes
+        Of the bytes read, those of selected tokens' keys and values; all where all was loaded.
+    probe_bytes
+        Of ``bytes["disk"]``, evidence.
+    bookkeeping_s
+        Seconds of ``match`` and ``load`` that went into finding where chunks are, without copying
+        rows and waiting for reads.
     fallback_layers
         Layers that read all keys.
     miss_reasons
@@ -92,9 +108,14 @@ class QueryStats:
     selected_ratio: float = 1.0
     loaded_ratio: float = 1.0
     probe_ratio: float = 0.0
-    bytes: dict[str, int] = field(default_factory=lambda: {"disk": 0, "host": 0, "device": 0})
+    bytes: dict[str, int] = field(default_factory=lambda: dict.fromkeys(TIERS, 0))
+    chunks: dict[str, int] = field(default_factory=lambda: dict.fromkeys(TIERS, 0))
+    important_rows: dict[str, int] = field(default_factory=lambda: dict.fromkeys(TIERS, 0))
     read_bytes: int = 0
     requests: int = 0
+    needed_bytes: int = 0
+    probe_bytes: int = 0
+    bookkeeping_s: float = 0.0
     fallback_layers: int = 0
     miss_reasons: list[str] = field(default_factory=list)
     recovered_chunks: int = 0
@@ -102,17 +123,48 @@ class QueryStats:
 
 @dataclass(slots=True)
 class RunCounters:
-    """Mutable counters of a run under way; the run owns them."""
+    """Mutable counters of a run under way; the run owns them.
+
+    ``load_wait_s`` is what fetching kept the query from computing; ``fetch_s`` all that it took,
+    planning included, of which ``read_wait_s`` waited for reads and ``copy_s`` copied rows.
+    """
 
     load_wait_s: float = 0.0
     probe_wait_s: float = 0.0
     identify_s: float = 0.0
+    fetch_s: float = 0.0
+    read_wait_s: float = 0.0
+    copy_s: float = 0.0
     probe_bytes: int = 0
-    host_bytes: int = 0
+    device_chunks: int = 0
+    host_chunks: int = 0
+    disk_chunks: int = 0
+    important_rows: int = 0
+    important_device_rows: int = 0
+    important_host_rows: int = 0
+    needed_bytes: int = 0
     io_spans_s: list[tuple[float, float]] = field(default_factory=list)
     wanted_bytes: int = 0
     read_bytes: int = 0
     requests: int = 0
+
+    @property
+    def bookkeeping_s(self) -> float:
+        """Seconds of fetching that neither copied rows nor waited for reads."""
+        return self.fetch_s - self.read_wait_s - self.copy_s
+
+    @property
+    def chunks(self) -> dict[str, int]:
+        """Chunks of keys and of values by the tier they came from."""
+        counts = (self.disk_chunks, self.host_chunks, self.device_chunks)
+        return dict(zip(TIERS, counts, strict=True))
+
+    @property
+    def important(self) -> dict[str, int]:
+        """Keys and values of selected tokens by the tier they lay in."""
+        host, device = self.important_host_rows, self.important_device_rows
+        counts = (self.important_rows - host - device, host, device)
+        return dict(zip(TIERS, counts, strict=True))
 
     def hidden_io_s(self) -> float:
         """Seconds in which at least one read was under way and nobody waited for it."""

@@ -66,6 +66,15 @@ def compute_and_store(store: PrefixStore, model: LoadedModel, ids: np.ndarray, n
         store.insert(ids, lambda layer: run.kv(layer, start, len(ids)), start, name=name)
 
 
+def shuffle(store: PrefixStore, seed: int = 0) -> None:
+    """Reorder every node, each layer by a permutation of its own; the same for the same seed."""
+    layers = store.shape.num_layers
+    for node in store.nodes():
+        drawn = np.random.default_rng([seed, node.start, node.length])
+        rows = [drawn.permutation(node.length) for _ in range(layers)]
+        store.reorder(node.node_id, np.array(rows, dtype=np.int32))
+
+
 def ask(
     store: PrefixStore,
     model: LoadedModel,

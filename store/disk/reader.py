@@ -48,7 +48,8 @@ class NodeFiles:
     """What the reader needs to know of one published generation.
 
     ``start`` is the absolute position of the node's first token; ``k_crc`` and ``v_crc`` uint32
-    [layers, chunks].
+    [layers, chunks]; ``rows`` int32 [layers, n] the stored row of each token, None where they are
+    stored in token order. ``name`` says which generation it is.
     """
 
     node_id: str
@@ -57,6 +58,24 @@ class NodeFiles:
     start: int
     k_crc: np.ndarray
     v_crc: np.ndarray
+    rows: np.ndarray | None = None
+
+    @property
+    def name(self) -> str:
+        """Node and generation."""
+        return f"{self.node_id}/{self.group.name}"
+
+    @property
+    def num_chunks(self) -> int:
+        """Chunks of one layer of one array."""
+        return self.layout.num_chunks
+
+    def first_token(self, layer: int, chunks: np.ndarray) -> int:
+        """Absolute position of the first token that any of these chunks of a layer holds."""
+        size = self.layout.chunk_tokens
+        if self.rows is None:
+            return self.start + int(chunks.min()) * size
+        return self.start + int(np.flatnonzero(np.isin(self.rows[layer] // size, chunks))[0])
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,20 +167,22 @@ class ChunkReader:
             finally:
                 os.close(fd)
         except FileNotFoundError as error:
-            raise self._error(read, read.first, "missing") from error
+            raise self._error(read, None, "missing") from error
         except ShortReadError as error:
-            raise self._error(read, read.first, "short") from error
+            raise self._error(read, None, "short") from error
         except _BadChunkError as error:
             raise self._error(read, error.chunk, "corrupt") from error
         except OSError as error:
-            raise self._error(read, read.first, f"io error {error.errno}") from error
+            raise self._error(read, None, f"io error {error.errno}") from error
         return ReadCount(job.wanted, job.moved, job.requests, started, time.perf_counter())
 
     @staticmethod
-    def _error(read: ShardRead, chunk: int, reason: str) -> ChunkLoadError:
-        node = read.node
-        first = node.start + chunk * node.layout.chunk_tokens
-        return ChunkLoadError(node.node_id, read.array, read.layer, chunk, first, reason)
+    def _error(read: ShardRead, chunk: int | None, reason: str) -> ChunkLoadError:
+        """A failure of one chunk, or, with None, of the read."""
+        node, known = read.node, read.first if chunk is None else chunk
+        failed = run_chunks(read.runs) if chunk is None else np.array([chunk])
+        first = node.first_token(read.layer, failed)
+        return ChunkLoadError(node.node_id, read.array, read.layer, known, first, reason)
 
     def read_file(self, path: Path, view: memoryview, need: int) -> ReadCount:
         """Read the first ``need`` bytes of a file that is no shard.

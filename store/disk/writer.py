@@ -27,7 +27,7 @@ from store.disk import layout as disk_layout
 from store.disk.io import Arena
 from store.disk.layout import NodeLayout
 from store.errors import StoreError, StoreFullError, StoreWriteError
-from store.index.mapping import identity_rows
+from store.index.mapping import Rows, identity_rows, invert_rows
 
 #: KV of one layer: (k, v), each [tokens, kv_heads, head_dim] in the storage dtype.
 LayerKV = Callable[[int], tuple[np.ndarray, np.ndarray]]
@@ -71,6 +71,7 @@ def write_generation(
     tokens: np.ndarray,
     layers: LayerKV,
     attributes: dict[str, Any],
+    rows: Rows | None = None,
 ) -> WrittenGroup:
     """Write one generation at ``target``.
 
@@ -83,9 +84,12 @@ def write_generation(
     tokens
         uint32 [n], the node's own token ids.
     layers
-        Called once per layer in order, so that only one layer needs to be in memory.
+        Called once per layer in order, so that only one layer needs to be in memory; rows in
+        token order.
     attributes
         Group attributes (format.md).
+    rows
+        Mapping list to store the rows by, int32 [layers, n]; None for token order.
 
     Raises
     ------
@@ -98,7 +102,7 @@ def write_generation(
         shutil.rmtree(temp, ignore_errors=True)
         try:
             disk_layout.create_group(temp, layout, attributes)
-            _write_arrays(temp, layout, tokens, layers)
+            _write_arrays(temp, layout, tokens, layers, rows)
             digest = disk_layout.group_digest(temp)
             size = sync_tree(temp) + 2 * DISK_BLOCK  # the node's folder and its fan-out folder
             if target.exists():
@@ -117,7 +121,9 @@ def _write_arrays(
     layout: NodeLayout,
     tokens: np.ndarray,
     layers: LayerKV,
+    rows: Rows | None,
 ) -> None:
+    order = None if rows is None else invert_rows(rows)
     crcs = {
         name: np.empty((layout.shape.num_layers, layout.num_chunks), dtype="<u4")
         for name in disk_layout.KV_ARRAYS
@@ -126,8 +132,10 @@ def _write_arrays(
     for layer in range(layout.shape.num_layers):
         for name, values in zip(disk_layout.KV_ARRAYS, layers(layer), strict=True):
             path = disk_layout.shard_path(group, name, layer)
-            crcs[name][layer] = write_shard(path, layout, values, scratch)
-    rows = identity_rows(layout.shape.num_layers, layout.tokens)
+            stored = values if order is None else values[order[layer]]
+            crcs[name][layer] = write_shard(path, layout, stored, scratch)
+    if rows is None:
+        rows = identity_rows(layout.shape.num_layers, layout.tokens)
     disk_layout.write_small(group, "tokens", tokens.astype("<u4"))
     disk_layout.write_small(group, "rows", rows)
     for name, values in crcs.items():

@@ -11,7 +11,7 @@ and rows count from the node's start, not from the prefix's::
 
 from __future__ import annotations
 
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -64,6 +64,43 @@ def invert_rows(rows: Rows) -> Rows:
     tokens = np.empty_like(rows)
     np.put_along_axis(tokens, rows.astype(np.int64), identity_rows(*rows.shape), axis=1)
     return tokens
+
+
+def rows_of_part(rows: Rows, lo: int, hi: int) -> Rows:
+    """Mapping list of the tokens ``lo`` to ``hi`` alone, int32 [layers, hi - lo].
+
+    They keep their order among themselves: what a split of the node needs.
+    """
+    inside = invert_rows(rows)
+    held = (inside >= lo) & (inside < hi)
+    # Every layer holds each of the tokens once, so that what is picked is rectangular.
+    order = inside[held].reshape(rows.shape[0], hi - lo) - np.int32(lo)
+    return invert_rows(order)
+
+
+class Whereabouts(NamedTuple):
+    """Chunks that hold some tokens of one layer, and where each token lies among their rows.
+
+    ``chunks`` int64 ascending; ``places`` int64 [tokens]: the chunks' rows, back to back.
+    """
+
+    chunks: npt.NDArray[np.int64]
+    places: npt.NDArray[np.int64]
+
+
+def whereabouts(stored: Rows, chunk_tokens: int) -> Whereabouts:
+    """Where the tokens with these stored rows (one layer, int32 [k]) are found.
+
+    ::
+
+        stored  9 2 8    4 per chunk    chunks [0 2]     rows 0 1 2 3 | 8 9 10 11
+                                        places 5 2 4
+    """
+    chunk, inside = np.divmod(stored, np.int32(chunk_tokens))
+    held = np.zeros(int(chunk.max(initial=-1)) + 1, dtype=bool)
+    held[chunk] = True
+    rank = np.cumsum(held) - 1
+    return Whereabouts(np.flatnonzero(held), rank[chunk] * chunk_tokens + inside)
 
 
 def chunk_count(length: int, chunk_tokens: int) -> int:

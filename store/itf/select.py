@@ -5,6 +5,9 @@ selected token is read whole, keys and values alike::
 
     selected      x . . . | . . . . | . x x . | . . .      tokens of two parts, 4 per chunk
     chunks        [0]       .         [2]       .          -> runs, merged where they touch
+
+In a reordered node the tokens of a chunk are any of its tokens, and some may lie past those that
+the query uses.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import torch
 
-from store.disk.runs import ChunkRuns, merge_chunks, run_chunks
+from store.disk.runs import merge_chunks, run_chunks
 from store.itf.importance import agreement, threshold, top_k
 from store.itf.options import SparseOptions
 
@@ -91,24 +94,43 @@ class Extent(Protocol):
         """Tokens of the part."""
 
     @property
+    def stored(self) -> int:
+        """Stored rows that may arrive: the part's own in token order, else all of the node."""
+
+    @property
     def chunk_tokens(self) -> int:
         """Tokens of a chunk."""
+
+    def rows(self, layer: int) -> np.ndarray | None:
+        """Stored row of each of the node's tokens, int32 [n]; None for token order."""
 
 
 class PartPlan(NamedTuple):
     """Chunks to read of one part.
 
-    ``runs`` are the reads, ``wanted`` the number of chunks that hold a selected token, ``tokens``
-    int64 the absolute positions of all rows that arrive, in the order in which they arrive.
+    Parameters
+    ----------
+    chunks
+        int64 ascending, all that are read.
+    wanted
+        How many of them hold a selected token.
+    arriving
+        Rows that arrive.
+    tokens
+        int64, absolute positions of those that the part uses, in the order in which they arrive.
+    places
+        int64, which of the arriving rows these are; None where it is all of them.
     """
 
-    runs: ChunkRuns
+    chunks: np.ndarray
     wanted: int
+    arriving: int
     tokens: np.ndarray
+    places: np.ndarray | None = None
 
 
-def plan_part(selected: np.ndarray, part: Extent, max_gap: int) -> PartPlan:
-    """Plan the chunks of one part.
+def plan_part(selected: np.ndarray, part: Extent, layer: int, max_gap: int) -> PartPlan:
+    """Plan the chunks of one part in one layer.
 
     Parameters
     ----------
@@ -117,12 +139,22 @@ def plan_part(selected: np.ndarray, part: Extent, max_gap: int) -> PartPlan:
     max_gap
         Chunks that may be read beside those wanted, to save a request.
     """
-    size = part.chunk_tokens
+    size, stored = part.chunk_tokens, part.rows(layer)
     own = selected[(selected >= part.start) & (selected < part.start + part.used)] - part.start
-    held = np.zeros(-(-part.used // size), dtype=bool)
-    held[own // size] = True
-    chunks = np.flatnonzero(held)
-    runs = merge_chunks(chunks, max_gap)
-    rows = (run_chunks(runs)[:, None] * size + np.arange(size)).ravel()
-    # The last chunk may go on past the tokens that this query uses.
-    return PartPlan(runs, len(chunks), rows[rows < part.used] + part.start)
+    held = np.zeros(-(-part.stored // size), dtype=bool)
+    held[(own if stored is None else stored[own]) // size] = True
+    chunks = wanted = np.flatnonzero(held)
+    if max_gap:
+        chunks = run_chunks(merge_chunks(wanted, max_gap))
+    rows = (chunks[:, None] * size + np.arange(size)).ravel()
+    # The last chunk may go on past the tokens that this query uses, or that the node has.
+    rows = rows[: len(rows) - max(0, int(rows[-1]) + 1 - part.stored)] if len(rows) else rows
+    if stored is None:
+        return PartPlan(chunks, len(wanted), len(rows), rows + part.start)
+    token = np.empty(len(stored), dtype=np.int64)
+    token[stored] = np.arange(len(stored))
+    tokens = token[rows]
+    if part.used == part.stored:
+        return PartPlan(chunks, len(wanted), len(rows), tokens + part.start)
+    places = np.flatnonzero(tokens < part.used)
+    return PartPlan(chunks, len(wanted), len(rows), tokens[places] + part.start, places)

@@ -37,6 +37,7 @@ FELL_BACK = AGREED._replace(
     chunks_read=256 + 200,
     chunks_selected=200,
     kv_bytes=456 * 16 * ROW_BYTES,
+    host_chunks=7,
 )
 SKETCH = AGREED._replace(layer=2, evidence="sketch", jaccard=None, threshold=None, probe_bytes=0)
 
@@ -47,13 +48,13 @@ def test_the_table_has_a_line_per_layer_and_one_for_all() -> None:
         for line in plain(layer_table([AGREED, FELL_BACK, SKETCH], ROW_BYTES)).splitlines()
     ]
     by_layer = {line[0]: line[1:] for line in lines if line}
-    first = "heads 0.51 0.31 no 1 024 128/256 256 1.57 MB 1.00 MB 2.00×"
+    first = "heads 0.51 0.31 no 1 024 128/256 256 0+0 1.57 MB 1.00 MB 2.00×"
     assert by_layer["0"] == first.split()
-    second = "full 0.20 0.31 yes 3 × 1 024 200/256 456 2.80 MB 1.00 MB 3.56×"
+    second = "full 0.20 0.31 yes 3 × 1 024 200/256 456 0+7 2.80 MB 1.00 MB 3.56×"
     assert by_layer["1"] == second.split()
-    third = "sketch n/a n/a no 1 024 128/256 256 1.57 MB 0 B 2.00×"
+    third = "sketch n/a n/a no 1 024 128/256 256 0+0 1.57 MB 0 B 2.00×"
     assert by_layer["2"] == third.split()
-    total = "mixed 0.36 1 3 072 456/768 968 5.95 MB 2.00 MB 2.52×"
+    total = "mixed 0.36 1 3 072 456/768 968 0+7 5.95 MB 2.00 MB 2.52×"
     assert by_layer["all"] == total.split()
 
 

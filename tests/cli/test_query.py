@@ -179,13 +179,81 @@ def test_interactive_retention_evidence_and_attend_hold_for_the_questions_that_f
     assert done.err.count("attend and evidence have no effect at retention 1.0") == 1
 
 
-def test_a_sketch_must_fit_the_host_budget_or_the_query_still_answers(
+def test_memory_makes_no_difference_to_an_answer_and_what_is_off_is_said(
     run: Run, built: Path
 ) -> None:
     ask = ("query", "who?", "--prefix", "keepers", "--store", built, "--retention", "0.5", "--json")
-    small, large = (run(*ask, *SHORT, "--host-budget", size) for size in ("1kB", "1GB"))
-    assert (small.code, large.code) == (0, 0)
-    assert small.json["tokens"] == large.json["tokens"]
+    none, large = (run(*ask, *SHORT, "--host-budget", size) for size in ("0", "1GB"))
+    assert (none.code, large.code) == (0, 0)
+    assert none.json["tokens"] == large.json["tokens"]
+    assert "host budget 0: no KV and no sketch stays in host memory" in none.err
+    assert "budget" not in large.err
+
+
+@pytest.mark.parametrize("tier", ["device", "host"])
+def test_a_budget_that_holds_no_layer_is_refused_with_the_least_that_works(
+    tier: str, run: Run, built: Path
+) -> None:
+    ask = ("query", "who?", "--prefix", "keepers", "--store", built, *SHORT, "--json")
+    refused = run(*ask, f"--{tier}-budget", "1kB")
+    assert refused.code == 2
+    assert len(refused.err.splitlines()) == 1
+    least = refused.err.split("give at least ")[1].split(",")[0]
+    assert run(*ask, f"--{tier}-budget", least).code == 0
+    assert "loading" not in refused.err, "refused before the model is loaded"
+
+
+def test_a_batch_finds_in_memory_what_its_first_line_read(
+    run: Run, built: Path, tmp_path: Path
+) -> None:
+    lines = tmp_path / "ask.jsonl"
+    lines.write_text('{"prefix": "keepers", "prompt": "who?"}\n' * 2, encoding="utf-8")
+    ask = ("query", "--prompts", lines, "--store", built, *SHORT)
+    first, second = (json.loads(line) for line in run(*ask).out.splitlines())
+    assert (first["chunks"]["host"], second["chunks"]["disk"]) == (0, 0)
+    assert second["chunks"]["host"] == first["chunks"]["disk"] > 0
+    both = run(*ask, "--device-budget", "64MB")
+    assert [json.loads(line)["chunks"]["device"] > 0 for line in both.out.splitlines()] == [
+        False,
+        True,
+    ]
+    warmed = run(*ask, "--warm", 3)
+    assert "warmed up: " in warmed.err
+    assert json.loads(warmed.out.splitlines()[0])["chunks"]["disk"] == 0
+    stats = run("stats", "--store", built, "--json").json
+    assert stats["hit_bytes"]["host"] > 0
+    assert stats["policies"]["score"]["hit_bytes"] == stats["hit_bytes"]
+
+
+def test_a_system_sets_what_was_left_open(run: Run, built: Path) -> None:
+    ask = ("query", "who?", "--prefix", "keepers", "--store", built, *SHORT, "--json")
+    paper = run(*ask, "--system", "as-h2o-lfu", "--retention", "0.25")
+    assert paper.json["system"] == "as-h2o-lfu"
+    assert paper.json["sparse"]["evidence"] == "full"
+    assert paper.json["sparse"]["attend"] == "selected"
+    assert "as-h2o-lfu is defined on chunks of 64 tokens, and this store has 16" in paper.err
+    mixed = run(*ask, "--system", "as-h2o-lfu", "--retention", "0.25", "--attend", "loaded")
+    assert mixed.json["sparse"]["attend"] == "loaded"
+    full = run(*ask, "--system", "as-like")
+    assert full.json["loaded_ratio"] == 1.0
+    assert full.json["reused_tokens"] > 0
+    assert run(*ask, "--system", "recompute").json["plan"] == "recompute"
+    assert "defined on" not in run(*ask, "--system", "impress", "--retention", "0.25").err
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (("--system", "vllm"), "system 'vllm' is not known; use one of recompute, as-like"),
+        (("--system", "as-like", "--retention", "0.5"), "--retention 0.5 has no effect"),
+        (("--system", "recompute", "--plan", "force-load"), "leave out --plan"),
+    ],
+)
+def test_a_system_that_can_not_be_is_refused(options, says: str, run: Run, built: Path) -> None:
+    done = run("query", "who?", "--prefix", "keepers", "--store", built, *options)
+    assert done.code == 2
+    assert len(done.err.splitlines()) == 1
+    assert says in done.err
 
 
 def test_emulation_is_named_in_the_output(run: Run, built: Path) -> None:

@@ -1,4 +1,4 @@
-"""``impress reorder`` and the options of ``build-store`` that choose probe layouts."""
+"""``impress reorder``, and the options of ``build-store`` that choose probe layouts."""
 
 from __future__ import annotations
 
@@ -242,3 +242,226 @@ def test_an_interrupted_reorder_says_how_to_go_on(
     assert "run the same command again to go on" in done.err
     assert run("verify", "--store", plain).code == 0
     assert run("reorder", "--store", plain, "--json").json["probes_added"] == 1
+
+
+ASK = ("--insert", "never", "--max-new-tokens", 1)
+
+
+def ask(run: Run, store: Path, text: str = "who?") -> None:
+    """A question that leaves statistics of every node."""
+    (prefix,) = run("ls", "--store", store, "--json").json["prefixes"]
+    options = ("--store", store, "--prefix", prefix["prefix_id"], "--retention", "0.25")
+    assert run("query", text, *options, *ASK).code == 0
+
+
+def generation(run: Run, store: Path) -> int:
+    """Generation of the only node."""
+    (node,) = run("inspect", "--store", store, "--json").json["nodes"]
+    return int(node["generation"])
+
+
+def files(store: Path) -> dict[Path, bytes]:
+    """Everything that is stored of nodes and statistics."""
+    paths = [path for part in ("nodes", "stats") for path in store.glob(f"{part}/**/*")]
+    return {path: path.read_bytes() for path in paths if path.is_file()}
+
+
+def test_rows_are_put_in_order_of_importance_and_back(run: Run, store: Path) -> None:
+    ask(run, store)
+    first = run("reorder", "--store", store, "--json").json
+    assert (first["nodes"], first["rewritten"], first["order"]) == (1, 1, "importance")
+    (row,) = first["rows"]
+    assert first["bytes_written"] == row["bytes"] > 0
+    assert (row["name"], row["prefixes"], row["left_alone"]) == ("keepers", 1, None)
+    assert 0 < row["chunks_after"] < row["chunks_before"] <= row["chunks"]
+    assert (first["chunks_before"], first["chunks_after"]) == (
+        row["chunks_before"],
+        row["chunks_after"],
+    )
+    assert row["gain"] == pytest.approx(1 - row["chunks_after"] / row["chunks_before"])
+    assert generation(run, store) == 1
+    again = run("reorder", "--store", store, "--json").json
+    assert (again["rewritten"], again["bytes_written"]) == (0, 0)
+    assert again["rows"][0]["left_alone"] == "as asked"
+    assert again["chunks_before"] == again["chunks_after"] == first["chunks_after"]
+    back = run("reorder", "--store", store, "--order", "original")
+    assert "1 node put back in token order" in back.out
+    assert "more)" in back.out
+    assert run("verify", "--store", store).code == 0
+    assert generation(run, store) == 2
+
+
+def test_what_was_done_is_said_in_words(run: Run, store: Path) -> None:
+    ask(run, store)
+    done = run("reorder", "--store", store, "--min-gain", "5%")
+    assert "1 node put in order of importance" in done.out
+    assert "chunks per layer instead of" in done.out
+    assert "fewer)" in done.out
+    assert "1 node: 0 probe layouts added" in done.out
+    assert done.err == ""
+    again = run("reorder", "--store", store)
+    assert "0 nodes put in order of importance (0 B written); left alone: 1 as asked" in again.out
+    assert "instead of" not in again.out
+
+
+def test_a_dry_run_shows_each_node_and_writes_nothing(run: Run, store: Path) -> None:
+    ask(run, store)
+    before = files(store)
+    dry = run("reorder", "--store", store, "--dry-run")
+    assert "keepers" in dry.out
+    assert "1 node would be put in order of importance" in dry.out
+    planned = run("reorder", "--store", store, "--dry-run", "--json").json
+    assert (planned["dry_run"], planned["rewritten"]) == (True, 1)
+    assert f"{planned['rows'][0]['gain'] * 100:.0f} %" in dry.out
+    assert files(store) == before
+    done = run("reorder", "--store", store, "--json").json
+    assert done["rows"] == planned["rows"]
+    assert files(store) != before
+
+
+def test_a_dry_run_says_why_a_node_is_left_alone(run: Run, store: Path) -> None:
+    assert "left alone: no statistics" in run("reorder", "--store", store, "--dry-run").out
+    ask(run, store)
+    few = run("reorder", "--store", store, "--dry-run", "--min-gain", "0.99")
+    assert "left alone: gain below min-gain" in few.out
+    assert (
+        "left alone: as asked"
+        in run("reorder", "--store", store, "--order=original", "--dry-run").out
+    )
+
+
+def test_without_statistics_it_says_how_to_get_some(run: Run, store: Path) -> None:
+    how = (f"impress query --store {store} --retention 0.25", "--calibrate FILE")
+    for options in ((), ("--dry-run",), ("--order", "importance", "--probe", "both")):
+        done = run("reorder", "--store", store, *options)
+        assert done.code == 0
+        assert all(text in done.err for text in how)
+    assert run("reorder", "--store", store, "--json").json["chunks_before"] is None
+
+
+def test_only_probe_layouts_were_asked_for_and_nothing_is_missed(run: Run, store: Path) -> None:
+    done = run("reorder", "--store", store, "--probe", "both")
+    assert (done.code, done.err) == (0, "")
+    assert "order" not in done.out
+    original = run("reorder", "--store", store, "--order", "original")
+    assert (original.code, original.err) == (0, "")
+
+
+def test_rows_and_probe_layouts_are_changed_in_one_run(run: Run, store: Path) -> None:
+    ask(run, store)
+    done = run("reorder", "--store", store, "--probe", "both", "--json").json
+    assert (done["rewritten"], done["probes_added"]) == (1, 1)
+    assert done["bytes_written"] == done["rows"][0]["bytes"] + done["probe_bytes_written"]
+    assert done["probe_bytes_written"] > 0
+
+
+@pytest.fixture
+def questions(tmp_path: Path) -> Path:
+    path = tmp_path / "questions.jsonl"
+    path.write_text('{"prompt": "who?"}\n{"prefix": "keepers", "prompt": "where?"}\n')
+    return path
+
+
+def test_questions_stand_for_those_nobody_has_asked(run: Run, store: Path, questions: Path) -> None:
+    calibrate = ("reorder", "--store", store, "--calibrate", questions, "--json")
+    before = files(store)
+    dry = run(*calibrate, "--dry-run").json
+    assert (dry["rewritten"], files(store)) == (1, before)
+    done = run(*calibrate).json
+    assert done["rows"] == dry["rows"]
+    assert generation(run, store) == 1
+    # The store itself has learned nothing of them.
+    assert run("stats", "--store", store, "--json").json["counters"] == {}
+    assert run("reorder", "--store", store, "--json").json["chunks_before"] is None
+
+
+def test_questions_are_read_before_a_model_is_loaded(run: Run, store: Path, tmp_path: Path) -> None:
+    path = tmp_path / "bad.jsonl"
+    path.write_text('{"prompt": "who?"}\n{"question": "where?"}\n')
+    done = run("reorder", "--store", store, "--calibrate", path)
+    assert done.code == 1
+    assert "bad.jsonl:2:" in done.err
+    assert "random weights" not in done.err
+    path.write_text('{"prefix": "nobody", "prompt": "who?"}\n')
+    missing = run("reorder", "--store", store, "--calibrate", path)
+    assert missing.code == 1
+    assert "bad.jsonl:1:" in missing.err
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--watch", "10m", "--dry-run"), "--watch 10m and --dry-run exclude each other"),
+        (("--watch", "10m", "--calibrate", "q"), "--watch 10m and --calibrate exclude each other"),
+        (("--watch", "10m", "--json"), "--watch 10m and --json exclude each other"),
+        (("--calibrate", "q", "--order", "original"), "token order needs no questions"),
+        (("--watch", "soon"), "not a time"),
+        (("--watch", "10"), "not a time"),
+        (("--watch", "0"), "no time to wait"),
+        (("--min-gain", "100%"), "a share from 0 to below 100%"),
+        (("--min-gain", "-1%"), "a share from 0 to below 100%"),
+        (("--min-gain", "some"), "'some'"),
+        (("--order", "size"), "--order"),
+    ],
+)
+def test_options_about_rows_that_are_not_allowed_are_wrong_usage(
+    run: Run, built: Path, options: tuple[str, ...], said: str
+) -> None:
+    done = run("reorder", "--store", built, *options)
+    assert done.code == 2
+    assert said in done.err
+
+
+def test_an_option_without_effect_is_said(run: Run, built: Path) -> None:
+    done = run("reorder", "--store", built, "--order", "original", "--min-gain", "5%")
+    assert "--min-gain has no effect" in done.err
+
+
+def test_a_damaged_node_is_left_and_said(run: Run, store: Path) -> None:
+    ask(run, store)
+    (path,) = store.glob("nodes/*/*/g0/v/c.1.0.0.0")
+    data = bytearray(path.read_bytes())
+    data[3] ^= 1
+    path.write_bytes(data)
+    done = run("reorder", "--store", store)
+    assert done.code == 0
+    assert "warning: not reordered: node" in done.err
+    assert "left alone: 1 damaged" in done.out
+
+
+def test_watching_goes_on_until_ctrl_c_and_is_no_failure(
+    run: Run, store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from pipelines import reorder
+
+    def sleep(_seconds: float) -> None:
+        raise KeyboardInterrupt
+
+    ask(run, store)
+    monkeypatch.setattr(reorder, "IDLE_S", 0.0)
+    assert reorder.watch.__kwdefaults__ is not None
+    monkeypatch.setitem(reorder.watch.__kwdefaults__, "sleep", sleep)
+    done = run("reorder", "--store", store, "--watch", "10m")
+    assert done.code == 0
+    assert "every 10 min 0 s" in done.err
+    assert "1 node put in order of importance" in done.out
+    assert "stopped watching" in done.err
+    assert run("verify", "--store", store).code == 0
+
+
+def test_an_interrupted_reorder_of_rows_says_how_to_go_on(
+    run: Run, store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from store.engine import PrefixStore
+
+    def interrupted(*_args: object) -> None:
+        raise KeyboardInterrupt
+
+    ask(run, store)
+    with monkeypatch.context() as patch:
+        patch.setattr(PrefixStore, "reorder", interrupted)
+        done = run("reorder", "--store", store)
+    assert done.code == 130
+    assert "run the same command again to go on" in done.err
+    assert run("verify", "--store", store).code == 0
+    assert run("reorder", "--store", store, "--json").json["rewritten"] == 1

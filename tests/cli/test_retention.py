@@ -48,7 +48,7 @@ def test_the_help_names_the_engines_defaults() -> None:
 def test_the_help_names_the_engines_host_budget() -> None:
     help_text = str(HostBudgetOption.__metadata__[0].help)
     default = help_text.split("Default: ")[1].rstrip(".")
-    assert parse_size(default, "--host-budget") == MemoryOptions().sketch_bytes
+    assert parse_size(default, "--host-budget") == MemoryOptions().host_bytes
 
 
 def test_nothing_said_means_everything_is_loaded() -> None:

@@ -20,7 +20,7 @@ from pipelines.progress import ProgressEvent
 from store.errors import InvalidValueError, StoreFullError
 from store.itf.options import SparseOptions
 from store.probes import ProbeSettings
-from tests.helpers import compute_and_store, ids_of, new_store
+from tests.helpers import compute_and_store, ids_of, new_store, shuffle
 from tests.tiny import make_tiny
 
 PREFIX, QUERY = 70, 9
@@ -134,6 +134,7 @@ def test_figures_equal_a_dense_computation(
     chunks = [len(set(positions // 16)) for positions in selected]
     # All keys are read to choose by, values by chunks of 16: 5 of them cover 70 tokens.
     assert pair.loaded_ratio == pytest.approx(np.mean([(5 + count) / 10 for count in chunks]))
+    assert pair.touched_ratio == pytest.approx(np.mean([count / 5 for count in chunks]))
     assert (pair.selected_ratio, pair.probe_ratio) == (k / PREFIX, 0.0)
 
 
@@ -157,6 +158,36 @@ def test_rows_come_in_the_order_asked_for_after_the_reference(report: FidelityRe
     ]
     assert all((row.n, row.order, row.chunk_tokens) == (2, "original", 16) for row in report.rows)
     assert report.prefixes == [("a", PREFIX), ("b", PREFIX)]
+
+
+def test_an_order_changes_which_chunks_are_touched_and_nothing_that_is_computed(
+    model: LoadedModel, documents: Path, tmp_path: Path
+):
+    options = options_of(
+        retention=(0.2,),
+        evidence=("full", "sketch"),
+        attend=("selected",),
+        order=("original", "importance"),
+    )
+    made = bench_documents(model, options, documents, tmp_path)
+    for evidence in options.evidence:
+        before, after = (
+            row_of(made, evidence=evidence, order=order) for order in ("original", "importance")
+        )
+        assert before.mean("kl") == pytest.approx(after.mean("kl"), rel=1e-3)
+        assert before.mean("recall") == after.mean("recall")
+        # What other queries found important is put together, in five chunks of 16.
+        assert after.mean("touched_ratio") < before.mean("touched_ratio")
+
+
+def test_a_stored_prefix_says_which_order_it_is_in(model: LoadedModel, tmp_path: Path):
+    with new_store(tmp_path / "kv", model) as store:
+        compute_and_store(store, model, ids_of(150), "p")
+        options = options_of({"query_tokens": 8}, evidence=("full",), retention=(0.2,))
+        rows = [bench_stored(model, options, store).rows]
+        shuffle(store)
+        rows.append(bench_stored(model, options, store).rows)
+    assert [{row.order for row in found} for found in rows] == [{"original"}, {"importance"}]
 
 
 def test_chunk_sizes_are_combined_with_everything_else():

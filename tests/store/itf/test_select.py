@@ -10,7 +10,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from store.disk.runs import run_chunks
 from store.itf.options import SparseOptions
 from store.itf.select import (
     choose,
@@ -25,6 +24,15 @@ class Part:
     start: int
     used: int
     chunk_tokens: int = 16
+    tokens: int = 0
+    order: np.ndarray | None = None
+
+    @property
+    def stored(self) -> int:
+        return self.used if self.order is None else self.tokens
+
+    def rows(self, _layer: int) -> np.ndarray | None:
+        return self.order
 
 
 def never() -> torch.Tensor:
@@ -123,14 +131,43 @@ def test_a_plan_holds_every_selected_token_and_says_where_each_row_comes_from(
 ):
     part = Part(start, used, size)
     chosen = sorted(random.sample(range(start + used + 10), random.randint(0, used)))
-    plan = plan_part(np.array(chosen, dtype=np.int64), part, gap)
+    plan = plan_part(np.array(chosen, dtype=np.int64), part, 0, gap)
     own = {t for t in chosen if start <= t < start + used}
-    chunks = run_chunks(plan.runs).tolist()
+    chunks = plan.chunks.tolist()
     expected = [
         start + chunk * size + i for chunk in chunks for i in range(size) if chunk * size + i < used
     ]
     assert plan.tokens.tolist() == expected
+    assert plan.arriving == len(expected)
+    assert plan.places is None
     assert own <= set(expected)
     assert plan.wanted == len({(t - start) // size for t in own})
     if gap == 0:
         assert len(chunks) == plan.wanted
+
+
+@given(
+    st.integers(0, 40),
+    st.integers(1, 120),
+    st.integers(0, 60),
+    st.sampled_from([16, 32]),
+    st.integers(0, 2),
+    st.randoms(use_true_random=False),
+)
+def test_a_plan_of_a_reordered_node_says_which_rows_are_its_own(
+    start, used, beyond, size, gap, random
+):
+    n = used + beyond
+    token_at = random.sample(range(n), n)
+    stored = np.empty(n, dtype=np.int32)
+    stored[token_at] = np.arange(n)
+    chosen = sorted(random.sample(range(start + used + 10), random.randint(0, used)))
+    plan = plan_part(np.array(chosen, dtype=np.int64), Part(start, used, size, n, stored), 0, gap)
+    own = {t - start for t in chosen if start <= t < start + used}
+    rows = [c * size + i for c in plan.chunks.tolist() for i in range(size) if c * size + i < n]
+    assert plan.arriving == len(rows)
+    assert plan.wanted == len({stored[t] // size for t in own})
+    places = range(plan.arriving) if plan.places is None else plan.places.tolist()
+    assert plan.tokens.tolist() == [start + token_at[rows[place]] for place in places]
+    assert sorted(plan.tokens - start) == sorted(token_at[r] for r in rows if token_at[r] < used)
+    assert own <= set((plan.tokens - start).tolist())

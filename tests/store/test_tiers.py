@@ -1,19 +1,20 @@
-"""The host tier: exact answers whatever is resident, hard budgets, policies, pins."""
+"""The tiers behind the engine: exact answers whatever is resident, hard budgets, pins."""
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from pipelines.attention import prefill
+from store import run_maker
 from store.disk.io import IOOptions
 from store.engine import PrefixStore
-from store.errors import InvalidValueError
 from store.itf.options import SparseOptions
 from store.run_maker import MemoryOptions
-from store.tier.policy import POLICIES, ChunkFacts, make_policy
+from store.tier.tiered import TieredCache
 from tests.helpers import ask, compute_and_store, ids_of, new_store, open_store, worst
 from tests.sparse import sparse_run, worst_sparse
 from tests.tiny import make_tiny
@@ -23,13 +24,19 @@ CHUNK = 16 * MODEL.shape.row_bytes
 QUESTIONS = [ids_of(9, seed=seed) for seed in (7, 8, 9)]
 
 
-def reopened(path: Path, budget: int, policy: str = "score") -> PrefixStore:
+def reopened(path: Path, host: int, policy: str = "score", device: int = 0) -> PrefixStore:
+    """Open with budgets in bytes; sketches get none, so that chunks have all of it."""
     return PrefixStore.open(
         path,
         identity=MODEL.identity,
         io=IOOptions(poison=True),
-        memory=MemoryOptions(tier_bytes=budget, policy=policy),
+        memory=MemoryOptions(device_bytes=device, host_bytes=host, policy=policy, sketch_bytes=0),
     )
+
+
+def held(store: PrefixStore) -> int:
+    """Bytes of chunks in memory."""
+    return sum(store.resident_bytes())
 
 
 def filled(path: Path) -> None:
@@ -40,14 +47,23 @@ def filled(path: Path) -> None:
         compute_and_store(store, MODEL, np.concatenate([first[:101], ids_of(90)]), "two")
 
 
+@pytest.fixture(params=["joined", "apart"])
+def blocks(request, monkeypatch) -> str:
+    """Both tiers in one block of memory, as on a CPU, or each in its own, as with a GPU."""
+    if request.param == "apart":
+        monkeypatch.setattr(run_maker, "TieredCache", partial(TieredCache, joined=False))
+    return str(request.param)
+
+
+@pytest.mark.usefixtures("blocks")
 @pytest.mark.parametrize(
-    ("budget_chunks", "policy"),
-    [(1, "score"), (7, "lfu"), (60, "lru"), (60, "score"), (9999, "lru")],
+    ("device", "host", "policy"),
+    [(0, 1, "score"), (7, 0, "lfu"), (0, 60, "lru"), (20, 40, "score"), (99, 9999, "lru")],
 )
 @pytest.mark.parametrize("attend", ["loaded", "selected"])
 @pytest.mark.parametrize("evidence", ["sketch", "heads", "full"])
 def test_answers_are_exact_whatever_is_resident(
-    evidence, attend, policy, budget_chunks, tmp_path: Path
+    evidence, attend, policy, device, host, tmp_path: Path
 ):
     filled(tmp_path / "kv")
     prefixes = [ids_of(200, seed=5), ids_of(200, seed=5)[:130]]
@@ -55,8 +71,9 @@ def test_answers_are_exact_whatever_is_resident(
         SparseOptions(retention=r, evidence=evidence, attend=attend, sets=sets, fallback=fallback)
         for r, sets, fallback in ((0.05, "one", "never"), (0.3, "per-head", "always"))
     ]
-    with reopened(tmp_path / "kv", budget_chunks * CHUNK, policy) as store:
+    with reopened(tmp_path / "kv", host * CHUNK, policy, device * CHUNK) as store:
         tier = store._runs.tier
+        assert tier is not None
         for question in QUESTIONS:
             question = np.concatenate([[5], question]).astype(np.uint32)
             for prefix in prefixes:
@@ -64,7 +81,9 @@ def test_answers_are_exact_whatever_is_resident(
                     gap, _ = worst_sparse(store, MODEL, prefix, question, chosen)
                     assert gap <= 1e-4
                     tier.check_integrity()
-                    assert tier.used_bytes <= budget_chunks * CHUNK
+                    used = store.resident_bytes()
+                    assert used[0] <= device * CHUNK
+                    assert used[1] <= host * CHUNK
             given = ask(store, MODEL, prefixes[0], question)
             assert worst(given, MODEL, prefixes[0], question) <= 1e-4
 
@@ -92,7 +111,7 @@ def test_a_budget_below_one_chunk_holds_nothing(tmp_path: Path):
         for _ in range(2):
             given = ask(store, MODEL, ids_of(200, seed=5), QUESTIONS[0])
             assert given.stats.bytes["host"] == 0
-        assert store._runs.tier.used_bytes == 0
+        assert held(store) == 0
 
 
 def test_a_node_in_use_is_not_evicted_by_another_query(tmp_path: Path):
@@ -123,11 +142,11 @@ def test_chunks_of_generations_that_are_gone_leave_memory(tmp_path: Path):
             np.concatenate([ids_of(200, seed=5)[:101], ids_of(90)]),
         ):
             ask(store, MODEL, prefix, QUESTIONS[0])
-        before = store._runs.tier.used_bytes
+        before = held(store)
         store.remove(store.prefix("two"))
         ask(store, MODEL, ids_of(200, seed=5), QUESTIONS[0])
         store._runs.tier.check_integrity()
-        assert 0 < store._runs.tier.used_bytes < before
+        assert 0 < held(store) < before
 
 
 def test_a_failed_run_offers_only_what_it_got(tmp_path: Path):
@@ -137,7 +156,7 @@ def test_a_failed_run_offers_only_what_it_got(tmp_path: Path):
         ids = np.concatenate([prefix, QUESTIONS[0]])
         run, _ = store.begin(ids, max_new_tokens=1)
         run.close()
-        assert store._runs.tier.used_bytes == 0
+        assert held(store) == 0
         run, _ = sparse_run(
             store, MODEL, prefix, QUESTIONS[0], SparseOptions(retention=0.1, evidence="full")
         )
@@ -179,21 +198,42 @@ def test_a_run_ends_well_when_another_process_added_a_node_meanwhile(tmp_path: P
         store._runs.tier.check_integrity()
 
 
-def facts(*rows: tuple[float, float, int]) -> ChunkFacts:
-    columns = list(zip(*rows, strict=True))
-    return ChunkFacts(
-        np.array(columns[0], np.float32),
-        np.array(columns[1], np.float32),
-        np.array(columns[2], np.int64),
-    )
+def test_a_chunk_that_is_used_again_moves_to_the_device_and_is_counted_there(tmp_path: Path):
+    filled(tmp_path / "kv")
+    prefix = ids_of(200, seed=5)
+    with reopened(tmp_path / "kv", 1 << 24, device=1 << 24) as store:
+        ask(store, MODEL, prefix, QUESTIONS[0])
+        given = ask(store, MODEL, prefix, QUESTIONS[0]).stats
+        assert given.bytes["disk"] == given.bytes["host"] == 0
+        assert given.bytes["device"] > 0
+        assert given.chunks == {"disk": 0, "host": 0, "device": given.bytes["device"] // CHUNK}
 
 
-def test_policies_order_chunks_as_they_say():
-    known = facts((5, 0.1, 1), (1, 1.0, 3), (3, 0.5, 2))
-    order = {name: np.argsort(make_policy(name).priority(known)).tolist() for name in POLICIES}
-    assert order == {"lru": [0, 2, 1], "lfu": [1, 2, 0], "score": [0, 1, 2]}
+def test_hits_are_counted_over_all_chunks_and_all_important_rows(tmp_path: Path):
+    filled(tmp_path / "kv")
+    prefix, options = ids_of(200, seed=5), SparseOptions(retention=0.1, evidence="full")
+    with reopened(tmp_path / "kv", 50 * CHUNK, device=30 * CHUNK) as store:
+        for question in QUESTIONS:
+            stats = ask(store, MODEL, prefix, question, sparse=options).stats
+            rows = 2 * MODEL.shape.num_layers * 20
+            assert sum(stats.important_rows.values()) == rows
+            row = MODEL.shape.row_bytes
+            assert stats.needed_bytes == stats.important_rows["disk"] * row
+        assert min(stats.chunks.values()) > 0
+        assert stats.important_rows["device"] > 0
 
 
-def test_an_unknown_policy_names_those_that_exist():
-    with pytest.raises(InvalidValueError, match="'fifo' is not known; use one of score, lru, lfu"):
-        make_policy("fifo")
+def test_what_earlier_processes_asked_decides_what_stays_in_memory(tmp_path: Path):
+    filled(tmp_path / "kv")
+    prefixes = [ids_of(200, seed=5), np.concatenate([ids_of(200, seed=5)[:101], ids_of(90)])]
+    often, options = prefixes[1], SparseOptions(retention=0.3, evidence="full")
+    with reopened(tmp_path / "kv", 0) as store:
+        for _ in range(6):
+            ask(store, MODEL, often, QUESTIONS[0], sparse=options)
+    room = 2 * MODEL.shape.num_layers * 3 * CHUNK
+    with reopened(tmp_path / "kv", room, "lfu") as store:
+        for prefix in (often, *prefixes[:1] * 3):
+            ask(store, MODEL, prefix, QUESTIONS[0], sparse=options)
+        # Three new requests for the other prefix do not outweigh the seven for this one.
+        given = ask(store, MODEL, often, QUESTIONS[0], sparse=options)
+        assert given.stats.chunks["host"] > 0.9 * room // CHUNK
