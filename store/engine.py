@@ -200,6 +200,7 @@ class PrefixStore:
         """Stop reading, drop the lease and close the catalog; a second call does nothing."""
         self.access.flush()
         self._reader.close()
+        self._runs.close()
         self._index.close()
 
     def refresh(self) -> None:

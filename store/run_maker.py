@@ -149,6 +149,11 @@ class RunMaker:
             policy = make_policy(memory.policy, memory.half_life)
             self.tier = TieredCache(shape, chunk_tokens, budgets, policy, device)
 
+    def close(self) -> None:
+        """Let go of memory that a device knows of."""
+        if self.tier is not None and self.tier.memory is not None:
+            self.tier.memory.close()
+
     def make(self, request: RunRequest) -> QueryRun:
         """Begin a run: reads start now. Raises `InvalidValueError` for evidence not stored."""
         options, counters = request.options, RunCounters()

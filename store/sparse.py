@@ -274,7 +274,8 @@ class SparseFetch(Fetch):
     ) -> LayerReport:
         chunks = sum(part.chunks for part in self.parts)
         fetched = [len(plan.chunks) for plan in plans]
-        keys = chunks if self._key_loads[layer] else sum(fetched)
+        whole = sum(len(load.chunks) for load in self._key_loads[layer])
+        keys = whole if self._key_loads[layer] else sum(fetched)
         size = self.parts[0].files.layout.chunk_bytes
         return LayerReport(
             layer=layer,

@@ -69,9 +69,8 @@ class ChunkTable:
             if self._end + size > len(self.slots):
                 self._rebuild(size)
             self._spans[node.name] = _Span(self._end, size, node.num_chunks)
-            own = slice(self._end, self._end + size)
-            self.slots[own], self.last[own] = ABSENT, 0
-            self.accesses[own], self.ratio[own] = 0, 0
+            # Facts are 0 already: a place is used once, until the table is made anew.
+            self.slots[self._end : self._end + size] = ABSENT
             self._end += size
 
     def base(self, node: ChunkedNode, layer: int = 0, which: int = 0) -> int:
