@@ -44,12 +44,16 @@ class Attempts:
         self.bookkeeping_s += counters.bookkeeping_s
         self.wanted_bytes += counters.wanted_bytes
         self.read_bytes += counters.read_bytes
-        self.needed_bytes += counters.needed_bytes
         self.probe_bytes += counters.probe_bytes
         self.requests += counters.requests
         for tier in TIERS:
             self.chunks[tier] += counters.chunks[tier]
-            self.important_rows[tier] += counters.important[tier]
+
+    def add_important(self, run: QueryRun) -> None:
+        """Take over what can be counted once the first token is out."""
+        self.needed_bytes += run.counters.needed_bytes
+        for tier in TIERS:
+            self.important_rows[tier] += run.counters.important[tier]
 
     def stages_s(self, ttft_s: float) -> dict[str, float]:
         """Seconds per stage; they sum to ``ttft_s``."""
@@ -68,7 +72,9 @@ def query_stats(
     retention: float,
     miss_reasons: list[str],
 ) -> QueryStats:
-    """Figures of a query whose last try was ``run``."""
+    """Figures of a query whose last try was ``run``; call it once the first token is out."""
+    run.fetch.count_important()
+    attempts.add_important(run)
     kept, reports = kept_ratios(run), run.reports
     size = run.fetch.chunk_bytes
     return QueryStats(

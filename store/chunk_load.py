@@ -109,6 +109,8 @@ class ChunkLoad(NamedTuple):
 
     def reads(self, buffers: RunBuffers, jobs: int) -> list[ShardRead]:
         """Reads of what memory lacks, in up to ``jobs`` jobs; none writes past its own rows."""
+        if len(self.missing) == 0:
+            return []
         size, end, out = self.part.chunk_tokens, self.row + self.arriving, []
         for places in np.array_split(self.missing, max(1, min(jobs, len(self.missing)))):
             if len(places) == 0:

@@ -84,6 +84,9 @@ class Fetch(ABC):
         """Prefix positions whose keys and values a layer fetched, int64."""
         return np.arange(self.matched_len)
 
+    def count_important(self) -> None:  # noqa: B027 - nothing to count where all was loaded
+        """Count where the rows that mattered lay, once the first token is out."""
+
     def close(self) -> bool:
         """Cancel or wait for reads; False where one hangs and keeps the buffers for ever."""
         running = [future for future in self.pending() if not future.cancel()]

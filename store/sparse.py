@@ -85,6 +85,7 @@ class SparseFetch(Fetch):
         self._reads: list[list[Future[ReadCount]]] = [[] for _ in range(layers)]
         self._key_loads: list[list[ChunkLoad]] = [[] for _ in range(layers)]
         self._kept: list[np.ndarray] = []
+        self._counted = 0
         self.loaded: list[np.ndarray] = []
         self.importance: list[torch.Tensor] = []
         if evidence is None:
@@ -117,9 +118,7 @@ class SparseFetch(Fetch):
         tokens = np.concatenate([plan.tokens for plan in plans])
         self.loaded.append(tokens)
         kept = sets if self._options.attend == "selected" else tokens
-        places = self._resident(layer)
-        self._count_important(places, selected)
-        if not self._copy_kept(layer, plans, kept, places):
+        if not self._copy_kept(layer, plans, kept):
             self._load(layer, plans)
             self._compact(layer, plans, kept, tokens)
         spent = time.perf_counter() - began
@@ -127,14 +126,15 @@ class SparseFetch(Fetch):
         self.counters.fetch_s += spent
         return plans, kept
 
-    def _copy_kept(
-        self, layer: int, plans: list[PartPlan], kept: np.ndarray, places: np.ndarray | None
-    ) -> bool:
-        """Copy the kept rows from memory, if it has all of them; False where it has not."""
-        if self.tier is None or places is None or self._key_loads[layer]:
+    def _copy_kept(self, layer: int, plans: list[PartPlan], kept: np.ndarray) -> bool:
+        """Copy the kept rows from memory, if it has all of them; False where it has not.
+
+        And where whole chunks are kept: those come to the front by themselves.
+        """
+        if self.tier is None or not self._to_aside or self._key_loads[layer]:
             return False
-        found = places[:, kept]
-        if int(found.min()) < 0:
+        found = self._resident(layer, kept)
+        if int(found.min(initial=0)) < 0:
             return False
         for which in (_KEYS, _VALUES):
             self.copy(layer, which, found[which], 0, kept.shape[-1])
@@ -142,39 +142,40 @@ class SparseFetch(Fetch):
             self.count_chunks(self.tier.slots(part.files, layer)[:, plan.chunks])
         return True
 
-    def _resident(self, layer: int) -> np.ndarray | None:
-        """Row in memory of each prefix token's key and value, int64 [2, n], below 0 for none.
+    def _resident(self, layer: int, positions: np.ndarray) -> np.ndarray:
+        """Row in memory of the key and the value at each position, below 0 where it has none.
 
-        None where nothing is kept in memory.
+        int64 [2, *shape of positions].
         """
-        if self.tier is None:
-            return None
-        return np.concatenate([self._tier_rows(part, layer) for part in self.parts], axis=1)
-
-    def _count_important(self, places: np.ndarray | None, selected: np.ndarray) -> None:
-        """Count rows of selected tokens, keys and values, by the tier they lie in."""
-        counters, rows = self.counters, 2 * len(selected)
-        device = held = 0
-        if places is not None and self.tier is not None:
-            found = places[:, selected]
-            edge = self.tier.device_slots * self.parts[0].chunk_tokens
-            held = int((found >= 0).sum())
-            device = held - int((found >= edge).sum())
-        counters.important_rows += rows
-        counters.important_device_rows += device
-        counters.important_host_rows += held - device
-        counters.needed_bytes += (rows - held) * self.buffers.shape.row_bytes
-
-    def _tier_rows(self, part: LoadPart, layer: int) -> np.ndarray:
-        """Row of each token of a part in memory, int64 [2, used]; negative where it is absent."""
         assert self.tier is not None
-        size = part.chunk_tokens
-        slots, stored = self.tier.slots(part.files, layer).astype(np.int64), part.rows(layer)
-        if stored is None:
-            rows = slots[:, : part.chunks, None] * size + np.arange(size)
-            return rows.reshape(2, -1)[:, : part.used]
-        chunk, inside = np.divmod(stored[: part.used], np.int32(size))
-        return slots[:, chunk] * size + inside
+        found = np.empty((2, *positions.shape), dtype=np.int64)
+        for part in self.parts:
+            own = positions - part.start
+            inside = slice(None) if len(self.parts) == 1 else (own >= 0) & (own < part.used)
+            chunk, at = np.divmod(part.rows_of(layer, own[inside]), part.chunk_tokens)
+            slots = self.tier.slots(part.files, layer)[:, chunk].astype(np.int64)
+            found[:, inside] = slots * part.chunk_tokens + at
+        return found
+
+    def count_important(self) -> None:
+        """Count rows of selected tokens, keys and values, by the tier they lie in.
+
+        Nothing has moved since they were loaded, as nodes in use are pinned: so this can wait
+        until the first token is out. A second call counts nothing.
+        """
+        counters, size = self.counters, self.parts[0].chunk_tokens
+        for layer in range(self._counted, len(self.selected)):
+            selected = np.unique(self.selected[layer])
+            device = held = 0
+            if self.tier is not None:
+                found = self._resident(layer, selected)
+                held = int((found >= 0).sum())
+                device = held - int((found >= self.tier.device_slots * size).sum())
+            counters.important_rows += 2 * len(selected)
+            counters.important_device_rows += device
+            counters.important_host_rows += held - device
+            counters.needed_bytes += (2 * len(selected) - held) * self.buffers.shape.row_bytes
+        self._counted = len(self.selected)
 
     def pending(self) -> list[Future[ReadCount]]:
         """Reads that nobody has waited for yet."""

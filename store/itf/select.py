@@ -140,21 +140,24 @@ def plan_part(selected: np.ndarray, part: Extent, layer: int, max_gap: int) -> P
         Chunks that may be read beside those wanted, to save a request.
     """
     size, stored = part.chunk_tokens, part.rows(layer)
-    own = selected[(selected >= part.start) & (selected < part.start + part.used)] - part.start
+    own = selected - part.start
+    if len(own) and not (int(own.min()) >= 0 and int(own.max()) < part.used):
+        own = own[(own >= 0) & (own < part.used)]
     held = np.zeros(-(-part.stored // size), dtype=bool)
     held[(own if stored is None else stored[own]) // size] = True
-    chunks = wanted = np.flatnonzero(held)
+    chunks = np.flatnonzero(held)
+    wanted = len(chunks)
     if max_gap:
-        chunks = run_chunks(merge_chunks(wanted, max_gap))
-    rows = (chunks[:, None] * size + np.arange(size)).ravel()
+        chunks = run_chunks(merge_chunks(chunks, max_gap))
+        held[chunks] = True
     # The last chunk may go on past the tokens that this query uses, or that the node has.
-    rows = rows[: len(rows) - max(0, int(rows[-1]) + 1 - part.stored)] if len(rows) else rows
+    rows = np.flatnonzero(np.repeat(held, size)[: part.stored])
     if stored is None:
-        return PartPlan(chunks, len(wanted), len(rows), rows + part.start)
+        return PartPlan(chunks, wanted, len(rows), rows + part.start)
     token = np.empty(len(stored), dtype=np.int64)
     token[stored] = np.arange(len(stored))
     tokens = token[rows]
     if part.used == part.stored:
-        return PartPlan(chunks, len(wanted), len(rows), tokens + part.start)
+        return PartPlan(chunks, wanted, len(rows), tokens + part.start)
     places = np.flatnonzero(tokens < part.used)
-    return PartPlan(chunks, len(wanted), len(rows), tokens[places] + part.start, places)
+    return PartPlan(chunks, wanted, len(rows), tokens[places] + part.start, places)

@@ -183,6 +183,7 @@ class StoreMachine(RuleBasedStateMachine):
             assert (
                 sum(counted.values()) == sum(r.chunks_read for r in run.reports) or not run.reports
             )
+            run.fetch.count_important()
             assert run.counters.important_rows == sum(
                 2 * len(np.unique(sets)) for sets in run.selected
             )
