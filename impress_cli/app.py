@@ -18,6 +18,7 @@ from impress_cli import (
     bench,
     build_store,
     demo,
+    evaluate,
     gc,
     inspect_node,
     ls,
@@ -54,6 +55,7 @@ for module, name in (
     (build_store, "build-store"),
     (reorder, "reorder"),
     (query, "query"),
+    (evaluate, "eval"),
     (ls, "ls"),
     (inspect_node, "inspect"),
     (stats, "stats"),
@@ -136,11 +138,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Exception as error:  # noqa: BLE001  the boundary: every failure becomes one line
         code = _report(ui, error)
     if code == INTERRUPTED:
-        ui.error(
-            "interrupted; what was finished is stored and the store is consistent: "
-            "run the same command again to go on"
-        )
+        ui.error(_interrupted(argv))
     return code
+
+
+def _interrupted(argv: Sequence[str]) -> str:
+    """What an interrupted command leaves; a bench's stores are temporary unless it keeps them."""
+    words = [word for word in argv if not word.startswith("-")]
+    kept = any(word.partition("=")[0] == "--keep" for word in argv)
+    if words[:1] == ["bench"] and not kept:
+        return "interrupted; nothing was stored: run the same command again to measure anew"
+    return (
+        "interrupted; what was finished is stored and the store is consistent: "
+        "run the same command again to go on"
+    )
 
 
 def _run(argv: list[str]) -> int:

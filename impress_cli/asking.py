@@ -16,6 +16,8 @@ from impress_cli.session import loaded_model, opened_store, stored_model
 from impress_cli.ttft import ttft_lines
 from impress_cli.ui import Ui
 from impress_cli.units import format_bytes
+from impress_cli.verdicts import verdict_notes
+from store.errors import InvalidValueError
 
 if TYPE_CHECKING:
     from pipelines.ask import Divergence, Prefix
@@ -28,7 +30,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """How questions are answered: the options of ``impress query``, checked."""
+    """How questions are answered: the options of ``impress query``, checked.
+
+    ``choice`` and ``plan`` are as typed; what ``system`` makes of them is `chosen` and `way`.
+    """
 
     prefix: str | None = None
     template: str = "auto"
@@ -38,6 +43,24 @@ class Settings:
     system: str = "impress"
     max_new_tokens: int = 64
     explain: bool = False
+
+    def chosen(self) -> Choice:
+        """Return the choice with what the system fills in. Raises InvalidValueError."""
+        from pipelines.systems import make_system
+
+        return self.choice.of_system(make_system(self.system))
+
+    def way(self) -> str:
+        """Return the plan with what the system makes of it. Raises InvalidValueError."""
+        from pipelines.systems import make_system
+
+        if make_system(self.system).reuse:
+            return self.plan
+        if self.plan == "force-load":
+            raise InvalidValueError(
+                f"--system {self.system} uses nothing that is stored; leave out --plan"
+            )
+        return "force-recompute"
 
 
 class Reply(NamedTuple):
@@ -88,15 +111,14 @@ class Asker:
         from pipelines.ask import ask, divergence
         from pipelines.generate import QueryOptions
 
-        chosen = self.settings
+        chosen, plan = self.settings, self.settings.way()
         recipe = prefix.source.get("query", {})
-        self._say_once(chosen.choice.notes(recipe, chosen.plan))
-        sparse = chosen.choice.options(recipe)
-        self._say_once(layout_notes(chosen.system, self.store))
+        self._say_once(chosen.choice.notes(recipe, plan))
+        sparse = chosen.chosen().options(recipe)
         options = QueryOptions(
             max_new_tokens=chosen.max_new_tokens,
             sparse=sparse,
-            plan=chosen.plan,
+            plan=plan,
             # The turns of a chat would stay in the store without a name to remove them by.
             insert="never" if prefix.origin == "chat" else chosen.insert,
         )
@@ -110,6 +132,10 @@ class Asker:
         if sparse.evidence == "auto" and answer.layers:
             self._say_once(chosen.choice.idle(_evidence_used(answer.layers)))
         self._say_once(lone_head(chosen.choice.given(), answer.layers))
+        self._say_once(layout_notes(chosen.system, self.store, answer, sparse))
+        if answer.layers:
+            known = self.store.verdicts()
+            self._say_once(verdict_notes(known, chosen.system, sparse.retention, self.store.path))
         parting = divergence(answer.matched, prefix.ids, self.model.tokenizer)
         return Reply(answer, prefix, parting, sparse)
 
@@ -184,18 +210,25 @@ class Asker:
         self.settings = replace(self.settings, **settings)
 
 
-def layout_notes(name: str, store: PrefixStore) -> list[str]:
-    """Say where the store's chunks are not those that a published system is defined on."""
-    from pipelines.systems import SYSTEMS, make_system
+def layout_notes(name: str, store: PrefixStore, answer: Answer, sparse: SparseOptions) -> list[str]:
+    """Say where a system was not itself: on other chunks, in another order, loading everything."""
+    from pipelines.systems import make_system
+    from store.files import ORDERS
 
-    size, system = store.info.chunk_tokens, make_system(name)
-    if name == "impress" or not system.reuse or size == system.chunk_tokens:
+    system, size = make_system(name), store.info.chunk_tokens
+    if name == "impress" or not answer.matched.nodes or not system.reuse:
         return []
-    assert system.name.partition("+")[0].partition("@")[0] in SYSTEMS
-    return [
-        f"{name} is defined on chunks of {system.chunk_tokens} tokens, and this store has {size}; "
-        "'impress bench ttft' compares systems on layouts of their own"
-    ]
+    order = ORDERS[any(store.order(node.node_id) is not None for node, _ in answer.matched.nodes)]
+    found = []
+    if (size, order) != (system.chunk_tokens, system.order):
+        found.append(
+            f"{name} is defined on chunks of {system.chunk_tokens} tokens in {system.order} order, "
+            f"and this prefix has chunks of {size} in {order} order; 'impress bench ttft' compares "
+            "systems on layouts of their own"
+        )
+    if system.sparse and not sparse.sparse:
+        found.append(f"retention 1.0: {name} loads everything; set one below 1, such as 0.25")
+    return found
 
 
 def missing_evidence(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import tempfile
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -26,6 +26,9 @@ from impress_cli.options import (
 from impress_cli.ui import ui_of
 from impress_cli.units import parse_retention
 from store.errors import InvalidValueError
+
+if TYPE_CHECKING:
+    from pipelines.ttft_values import TtftOptions
 
 
 def ttft(
@@ -74,7 +77,7 @@ def ttft(
             metavar="NAME,…",
             help="Of recompute, as-like, as-h2o-lru, as-h2o-lfu, impress-paper, impress, diy. All "
             "but recompute and diy take a chunk size (@16), and toggles: +itf, +reorder, +score, "
-            "+sketch, +loaded. Default: all.",
+            "+lfu, +lru, +aged, +sketch, +loaded, +ahead. Default: all.",
             show_default=False,
         ),
     ] = None,
@@ -121,7 +124,8 @@ def ttft(
         typer.Option(
             "--keep",
             metavar="DIR",
-            help="Folder where the stores stay, and are used again: computing them takes long.",
+            help="Folder where the stores stay, for runs on the same prefixes and queries to use "
+            "again: computing them takes long.",
             show_default=False,
         ),
     ] = None,
@@ -138,10 +142,10 @@ def ttft(
     """
     from impress_cli.envelope import envelope
     from impress_cli.session import DEFAULT_MODEL, loaded_model
-    from impress_cli.ttft_tables import reference_line, ttft_object, ttft_table
+    from impress_cli.ttft_tables import disk_lines, reference_line, ttft_object, ttft_table
     from pipelines.bench_ttft import bench_ttft
     from pipelines.fidelity_texts import read_questions, text_files
-    from pipelines.ttft_stores import free_bytes
+    from pipelines.ttft_stores import folder_warnings, free_bytes
     from pipelines.ttft_values import DEFAULT_SYSTEMS, TtftOptions
 
     ui, disk = ui_of(ctx), DiskSettings.parse(bandwidth, latency, IoMode.DIRECT)
@@ -172,6 +176,11 @@ def ttft(
         read_questions(queries)
     folder = keep or directory or Path(tempfile.gettempdir())
     free_bytes(folder, keep=keep is not None)
+    for text in _idle(ctx, options):
+        ui.note(text)
+    said = folder_warnings(folder, keep=keep is not None)
+    for text in said:
+        ui.warn(text)
     loaded = loaded_model(
         ui,
         model or DEFAULT_MODEL,
@@ -182,7 +191,8 @@ def ttft(
     with ui.progress() as progress:
         report = bench_ttft(loaded, options, documents, folder, progress, keep=keep is not None)
     for text in report.warnings:
-        ui.warn(text)
+        if text not in said:
+            ui.warn(text)
     if json_output:
         body = {
             **ttft_object(report, options, loaded.spec),
@@ -194,6 +204,27 @@ def ttft(
         ui.json(envelope("bench-ttft", body, device=str(loaded.device), disk=disk))
         return
     ui.show(ttft_table(report, options))
-    for line in [reference_line(report), *report.notes]:
+    for line in [*disk_lines(report, options), reference_line(report), *report.notes]:
         if line is not None:
             ui.line(line)
+
+
+def _idle(ctx: typer.Context, options: TtftOptions) -> list[str]:
+    """Options that were given and change nothing beside the others, one sentence each."""
+    from pipelines.ttft_values import RECOMPUTE
+
+    rules = (
+        ("zipf", options.popularity == "uniform", "with popularity uniform"),
+        ("query_tokens", options.queries is not None, "with questions from a file"),
+        ("recompute_sample", RECOMPUTE not in options.systems, "without the system recompute"),
+    )
+    return [
+        f"{name.replace('_', '-')} has no effect {why}"
+        for name, idle, why in rules
+        if idle and _given(ctx, name)
+    ]
+
+
+def _given(ctx: typer.Context, name: str) -> bool:
+    source = ctx.get_parameter_source(name)
+    return source is not None and source.name != "DEFAULT"

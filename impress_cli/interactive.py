@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -57,8 +57,6 @@ class Session:
         self.as_json = as_json
         self.prefix: Prefix = asker.find(asker.settings.prefix)
         self.chat: Prefix | None = None
-        # What was said of the choice, without what a system filled in.
-        self._asked = asker.settings.choice
         self.last: Reply | None = None
         self._commands: dict[str, Callable[[str], None]] = {
             "prefix": self._set_prefix,
@@ -129,24 +127,24 @@ class Session:
         self._choose(attend=word(Attend, name, "/attend"))
 
     def _choose(self, **values: Any) -> None:
-        from pipelines.systems import make_system
+        self._change(choice=self.asker.settings.choice.changed(**values))
 
-        asked = self._asked.changed(**values)
-        choice = asked.of_system(make_system(self.asker.settings.system))
-        self._asked = asked
-        self.asker.change(choice=choice)
+    def _change(self, **values: Any) -> None:
+        """Change settings, unless they contradict each other."""
+        changed = replace(self.asker.settings, **values)
+        changed.chosen(), changed.way()
+        self.asker.change(**values)
 
     def _set_system(self, name: str) -> None:
         from pipelines.systems import make_system
 
-        system, store = make_system(name), self.asker.store
-        choice = self._asked.of_system(system)
-        plan = "auto" if system.reuse else "force-recompute"
-        self.asker.change(system=name, plan=plan, choice=choice)
-        if system.reuse and system.policy != store.memory.policy:
+        system, memory = make_system(name), self.asker.store.memory
+        self._change(system=name)
+        used = (memory.policy, memory.half_life)
+        if system.reuse and (system.policy, system.half_life) != used:
             self.asker.ui.note(
-                f"what stays in memory is still chosen by {store.memory.policy}; start again with "
-                f"--system {name} for {system.policy}"
+                f"what stays in memory is still chosen by {memory.policy}; start again with "
+                f"--system {name} for its policy"
             )
 
     def _set_chat(self, state: str) -> None:

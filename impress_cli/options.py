@@ -5,10 +5,10 @@ Owns their names and help texts, and turns the I/O options into the engine's val
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Self
 
 import typer
 
@@ -150,6 +150,7 @@ class MemorySettings:
     device_bytes: int | None = None
     host_bytes: int | None = None
     policy: str | None = None
+    half_life: float | None = None
 
     @classmethod
     def parse(cls, device: str | None, host: str | None, policy: Policy | None) -> MemorySettings:
@@ -159,6 +160,15 @@ class MemorySettings:
             None if host is None else parse_budget(host, "--host-budget"),
             None if policy is None else policy.value,
         )
+
+    def of_system(self, name: str) -> Self:
+        """Return settings where a system fills in the policy that was not said."""
+        from pipelines.systems import make_system
+
+        system = make_system(name)
+        if self.policy is not None or not system.reuse:
+            return self
+        return replace(self, policy=system.policy, half_life=system.half_life)
 
     def options(self) -> MemoryOptions:
         """Return the engine's value."""

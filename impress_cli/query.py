@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from enum import StrEnum
 from typing import Annotated
 
@@ -135,7 +134,8 @@ def command(
             "--warm",
             metavar="N",
             min=0,
-            help="Before the first question, load KV of the N most used prefixes into memory.",
+            help="Before the first question, load KV into memory: of the N prefixes that most "
+            "questions with a retention below 1 were about.",
         ),
     ] = 0,
     device_budget: DeviceBudgetOption = None,
@@ -163,7 +163,6 @@ def command(
         fallback=fallback,
     )
     memory = MemorySettings.parse(device_budget, host_budget, policy)
-    plan, choice, memory = as_system(system, plan, choice, memory)
     disk = DiskSettings.parse(disk_bandwidth, disk_latency, io)
     _check_mode(prompt, prompts, json_output)
     settings = Settings(
@@ -176,6 +175,7 @@ def command(
         max_new_tokens=max_new_tokens,
         explain=explain,
     )
+    settings.chosen(), settings.way()  # what contradicts the system is said at once
     with opened_asker(
         ui_of(ctx),
         store,
@@ -185,8 +185,8 @@ def command(
         dtype=dtype,
         device=device,
         threads=threads,
-        memory=memory,
-        warm=warm,
+        memory=memory.of_system(settings.system),
+        warm=warm if settings.way() != "force-recompute" else 0,
     ) as asker:
         if prompts is not None:
             from impress_cli.batch import run_batch
@@ -200,22 +200,6 @@ def command(
             code = run_interactive(asker, as_json=json_output)
     if code:
         raise typer.Exit(code)
-
-
-def as_system(
-    name: str | None, plan: Plan, choice: Choice, memory: MemorySettings
-) -> tuple[Plan, Choice, MemorySettings]:
-    """Fill in what a system sets and nothing else was said of. Raises InvalidValueError."""
-    if name is None:
-        return plan, choice, memory
-    from pipelines.systems import make_system
-
-    system = make_system(name)
-    if not system.reuse and plan is Plan.FORCE_LOAD:
-        raise InvalidValueError(f"--system {name} uses nothing that is stored; leave out --plan")
-    if memory.policy is None:
-        memory = replace(memory, policy=system.policy)
-    return plan if system.reuse else Plan.FORCE_RECOMPUTE, choice.of_system(system), memory
 
 
 def _check_mode(prompt: str | None, prompts: str | None, _as_json: bool) -> None:

@@ -104,7 +104,8 @@ def _humanise(key: str, value: Any) -> str:
         return format_bytes(value)
     if last.endswith("_s") or key.startswith("stages_s."):
         return format_seconds(value)
-    if key.startswith(("hit.", "important_hit")) or last.endswith(("_ratio", "_share")):
+    share = {"hit", "hit_bytes", "important_hit"} & set(key.split("."))
+    if share or last.endswith(("_ratio", "_share")):
         return format_percent(value)
     return format_count(int(value)) if float(value).is_integer() else f"{value:.3g}"
 

@@ -132,7 +132,8 @@ def _request(
     options = ReorderOptions((order or Order.IMPORTANCE).value, least)
     watch_s = None if watch is None else _period(watch, "--watch")
     questions = None if calibrate is None else read_questions(calibrate)
-    explicit = order is not None or calibrate is not None or not choice.given
+    said = (order, calibrate, min_gain, watch)
+    explicit = any(one is not None for one in said) or not choice.given
     return Request(options, questions, watch_s, dry_run, explicit)
 
 

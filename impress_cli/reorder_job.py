@@ -35,7 +35,7 @@ class Request:
     watch_s
         Seconds between two passes; None for one pass.
     explicit
-        Whether rows were asked for, and not only probe layouts.
+        Whether rows were asked for; else only probe layouts are changed.
     """
 
     options: ReorderOptions
@@ -115,7 +115,7 @@ class ReorderJob:
         """Say what would change."""
         from impress_cli.reorder_tables import planned_probes, reorder_object
         from pipelines.probes import first_heads, plan_probes
-        from pipelines.reorder_plan import plan_reorder
+        from pipelines.reorder_plan import ReorderPlan, plan_reorder
 
         known: ProbeSettings = settings
         anew: tuple[str, ...] = ()
@@ -124,7 +124,9 @@ class ReorderJob:
             known = replace(settings, heads=first_heads(opened.shape, settings.calibrate))
             anew = ("heads",)
         probes = planned_probes(plan_probes(opened, known, anew=anew), len(opened.nodes()))
-        rows = plan_reorder(opened, self._request.options, access)
+        rows = ReorderPlan(())
+        if self._request.explicit:
+            rows = plan_reorder(opened, self._request.options, access)
         body = reorder_object(rows, probes, [], self._request.options.order)
         body = {"dry_run": True, **body, "probe": probe_json(settings)}
         self._show(body, rows, settings, as_json=as_json)
@@ -138,11 +140,13 @@ class ReorderJob:
         as_json: bool,
     ) -> None:
         from impress_cli.reorder_tables import changed_probes, reorder_object
-        from pipelines.reorder import reorder_store
+        from pipelines.reorder import ReorderReport, reorder_store
 
         probes, options = self._match_probes(opened, settings), self._request.options
-        with self._ui.progress() as progress:
-            report = reorder_store(opened, options, progress, access=access)
+        report = ReorderReport()
+        if self._request.explicit:
+            with self._ui.progress() as progress:
+                report = reorder_store(opened, options, progress, access=access)
         warnings = [*probes.warnings, *report.warnings]
         body = reorder_object(report.plan, changed_probes(probes), warnings, options.order)
         body["probe"] = probe_json(settings)
@@ -168,7 +172,7 @@ class ReorderJob:
         for text in body["warnings"]:
             self._ui.warn(text)
         notes = self._probe_notes(settings)
-        if self._request.explicit or rows.chunks_before is not None:
+        if self._request.explicit:
             dry_run = self._request.dry_run
             if dry_run:
                 self._ui.show(reorder_table(rows))

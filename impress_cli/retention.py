@@ -192,7 +192,7 @@ class Choice:
             if self.retention is not None and self.retention < 1.0 and system.reuse:
                 raise InvalidValueError(
                     f"--retention {self.retention:g} has no effect with system {system.name}, "
-                    "which loads everything; leave it out, or take another system"
+                    "which loads everything; leave it out (or say 1.0), or take another system"
                 )
             return self.changed(retention=1.0) if system.reuse else self
         if system.name == "impress":

@@ -11,6 +11,7 @@ from impress_cli.units import format_bytes, format_percent, format_seconds
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from pipelines.systems import System
     from pipelines.ttft_values import TtftOptions, TtftReport, TtftRow
 
 _MEANS = (
@@ -74,12 +75,14 @@ def _row(row: TtftRow, report: TtftReport, model: str) -> dict[str, Any]:
     return {
         "system": row.system,
         "model": model,
+        **_configuration(row.configuration),
         "disk": row.disk,
         "n": len(samples),
         "ttft_s": ttft_figures(samples),
         "stages_s": means_of(samples, "stages_s"),
         "bytes": means_of(samples, "bytes"),
         "hit": means_of(samples, "hit"),
+        "important": means_of(samples, "important"),
         "important_hit": known_mean(sample.important_hit for sample in samples),
         "kl_mean": mean_of(samples, "kl"),
         "kl_max": max(sample.kl for sample in samples),
@@ -90,6 +93,15 @@ def _row(row: TtftRow, report: TtftReport, model: str) -> dict[str, Any]:
         "budgets": None if row.budget is None else row.budget._asdict(),
         "layout": None if row.layout is None else row.layout._asdict(),
         "samples": [asdict(sample) for sample in samples],
+    }
+
+
+def _configuration(system: System | None) -> dict[str, Any]:
+    """What tells systems of the same layout apart; None for what one has none of."""
+    chooses = system if system is not None and system.sparse else None
+    return {
+        **{name: getattr(chooses, name, None) for name in ("evidence", "attend", "ahead")},
+        **{name: getattr(system, name, None) for name in ("policy", "half_life")},
     }
 
 
@@ -173,3 +185,22 @@ def reference_line(report: TtftReport) -> str | None:
         f"recomputed on {reference.n} requests: logits differ from the full load's by "
         f"{reference.max_difference:.2g} at most, KL {reference.kl_max:.2g} at most"
     )
+
+
+def disk_lines(report: TtftReport, options: TtftOptions) -> list[str]:
+    """What was read otherwise than past the page cache from the disk that is there."""
+    io, found = options.io, []
+    rate, latency = io.bandwidth_bytes_s, io.latency_s
+    slower = [] if rate is None else [f"{format_bytes(rate)}/s"]
+    slower += [f"{1000 * latency:g} ms per read"] if latency else []
+    if slower:
+        found.append(f"a slower disk is emulated: {', '.join(slower)}")
+    # The file of diy is read through the page cache by choice, and its pages are dropped before.
+    stores = [row for row in report.rows if row.layout is not None]
+    cached = [row.system for row in stores if (row.disk or "").startswith("page cache")]
+    if cached:
+        found.append(
+            f"O_DIRECT does not work on this file system: {', '.join(cached)} read through the "
+            "page cache, and disk times may be those of memory"
+        )
+    return found

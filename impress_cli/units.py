@@ -72,7 +72,9 @@ def parse_size(text: str, option: str) -> int:
 
 def parse_budget(text: str, option: str) -> int:
     """Like `parse_size`, with 0 for none."""
-    return 0 if text.strip() == "0" else parse_size(text, option)
+    parts = _split(text)
+    nothing = parts is not None and parts[0] == 0 and parts[1].lower() in _SIZE_UNITS
+    return 0 if nothing else parse_size(text, option)
 
 
 def parse_rate(text: str, option: str) -> float:

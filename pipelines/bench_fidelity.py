@@ -10,14 +10,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from pipelines.fidelity_cases import document_cases, stored_cases
 from pipelines.fidelity_measure import compare, mean_nll, recall
-from pipelines.fidelity_store import BenchStores, Layout, Outcome, run_query, temporary_stores
+from pipelines.fidelity_store import (
+    BenchStores,
+    Layout,
+    Layouts,
+    Outcome,
+    layouts_of,
+    run_query,
+    temporary_stores,
+)
 from pipelines.fidelity_values import (
     EVIDENCE_ORDER,
     EXACT,
@@ -29,7 +37,6 @@ from pipelines.fidelity_values import (
     FidelityRow,
     Pair,
 )
-from pipelines.probes import first_heads
 from pipelines.progress import Progress, ProgressEvent, silent
 from store.errors import InvalidValueError
 from store.files import ORDERS
@@ -39,8 +46,6 @@ if TYPE_CHECKING:
     from pipelines.models import LoadedModel
     from store.engine import PrefixStore
 
-#: By (chunk_tokens, bits, order) of a combination.
-Layouts: TypeAlias = dict[tuple[int, int | None, str], Layout]
 #: Of the history's runs, unless a larger one is compared: they should be close to full answers.
 _HISTORY_RETENTION = 0.25
 
@@ -69,7 +74,7 @@ def bench_documents(
         ``folder`` has no room.
     """
     found = document_cases(model, documents, options.cases)
-    layouts = _layouts(model, options)
+    layouts = layouts_of(model, options)
     with temporary_stores(model, layouts.values(), found.cases, folder) as stores:
         bench = _Bench(stores, layouts, options, found, progress)
         for number, case in enumerate(found.cases):
@@ -100,6 +105,8 @@ def bench_stored(
     order = stored_order(store, found.cases)
     options = replace(
         options,
+        # What a store was reordered by, its own queries left: no case needs a history.
+        cases=replace(options.cases, history=max(1, options.cases.history)),
         chunk_tokens=(store.info.chunk_tokens,),
         sketch_bits=() if bits is None else (bits,),
         order=(order,),
@@ -134,24 +141,6 @@ def _require_probes(store: PrefixStore, evidence: Sequence[str]) -> None:
                 f"'impress reorder --store {store.path} --probe {name}', or leave {name} out of "
                 "--evidence"
             )
-
-
-def _layouts(model: LoadedModel, options: FidelityOptions) -> Layouts:
-    """Temporary stores of the combinations that use them."""
-    heads = first_heads(model.shape) if "heads" in options.evidence else None
-    widths = options.sketch_bits if "sketch" in options.evidence else (None,)
-    made = {
-        (size, bits, order): Layout(size, bits, heads, order)
-        for size in options.chunk_tokens
-        for bits in widths
-        for order in options.order
-    }
-    first = widths[0]
-    return made | {
-        (size, None, order): made[size, first, order]
-        for size in options.chunk_tokens
-        for order in options.order
-    }
 
 
 @dataclass(slots=True, eq=False)
@@ -205,7 +194,7 @@ class _Bench:
             reference = self._reference(case, query)
             self.exact.append(_exact_pair(case, number, reference))
             for one in self.combinations:
-                if one.evidence == left_out:
+                if one in left_out:
                     continue
                 self.say(f"{case.name} · {one.evidence}, {one.attend}, {one.retention:g}")
                 pair = self._pair(case, number, query, one, reference)
@@ -223,21 +212,32 @@ class _Bench:
         source = self.found.history_from
         return FidelityReport([exact, *rows], prefixes, self.warnings, source)
 
-    def _left_out(self, case: BenchCase) -> str | None:
-        """The evidence ``static`` where no earlier query tells what matters in this prefix."""
+    def _left_out(self, case: BenchCase) -> list[Combination]:
+        """What needs an earlier query, where none tells what matters in this prefix.
+
+        A store's own order is what it is: only that of temporary stores is by the case's history.
+        """
         static = [one for one in self.combinations if one.evidence == "static"]
-        if not static:
-            return None
-        with self.stores.open(self._layout(static[0])) as store:
+        if static and self._known(case, static[0]):
+            static = []
+        by_history = self.found.history_from is not None and not case.history
+        ordered = [one for one in self.combinations if by_history and one.order != ORDERS[0]]
+        for name, left in (("static", static), ("order importance", ordered)):
+            if left:
+                why = f"{name} was left out, no earlier query is known"
+                self.warnings.append(f"{case.name}: {why}")
+        found = [one for one in self.combinations if one in static or one in ordered]
+        self.total -= len(found) * len(case.queries)
+        return found
+
+    def _known(self, case: BenchCase, one: Combination) -> bool:
+        """Whether statistics cover a prefix in the store of a combination."""
+        with self.stores.open(self._layout(one)) as store:
             for node, used in store.match(case.prefix_ids).nodes:
                 known = store.access.get(node.node_id, node.length)
                 if known is None or known.observed_tokens < used:
-                    break
-            else:
-                return None
-        self.warnings.append(f"{case.name}: static was left out, no earlier query is known")
-        self.total -= len(static) * len(case.queries)
-        return "static"
+                    return False
+        return True
 
     def _layout(self, one: Combination) -> Layout:
         return self.layouts[one.chunk_tokens, one.bits, one.order]

@@ -1,12 +1,14 @@
 """Time to the first token of several systems, side by side (`impress bench ttft`).
 
-Every request is answered by all of them, one after the other, and each time another one begins,
-so that drift of the machine hits all alike. Owns the order of events; the parts are `ttft_*`'s.
+Every request is answered by all of them, one after the other and each time in another order, so
+that drift of the machine, and what one leaves to the next, hit all alike. Owns the order of events;
+the parts are `ttft_*`'s.
 """
 
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,12 +16,12 @@ import numpy as np
 import psutil
 import torch
 
-from pipelines.bench_folder import IN_MEMORY, file_system
 from pipelines.progress import Progress, ProgressEvent, silent
 from pipelines.systems import IMPORTANCE, SYSTEMS
+from pipelines.ttft_kept import KeptKey, require_same
 from pipelines.ttft_rows import sample_of
 from pipelines.ttft_runners import EngineRunner, Runner, open_runners
-from pipelines.ttft_stores import TtftStores, bench_folder
+from pipelines.ttft_stores import TtftStores, bench_folder, folder_warnings
 from pipelines.ttft_values import (
     DIY,
     RECOMPUTE,
@@ -32,7 +34,7 @@ from pipelines.ttft_values import (
     TtftRow,
     Workload,
 )
-from pipelines.ttft_workload import make_workload
+from pipelines.ttft_workload import make_workload, turns
 from store.disk.io import IOOptions
 from store.errors import InvalidValueError
 
@@ -66,24 +68,29 @@ def bench_ttft(
     Raises
     ------
     SourceError, PromptError, InvalidValueError
-        The documents or questions can't be used, or memory is too small.
-    StoreFullError
-        ``folder`` has no room.
+        The documents or questions can't be used, memory is too small, or what ``folder`` keeps was
+        made of something else.
+    StoreFullError, StoreWriteError
+        ``folder`` has no room, or a file can't be written.
     """
     layouts = layouts_of(options)
     reordered = any(layout.order == IMPORTANCE for layout in layouts)
     workload = make_workload(model, documents, options, history=reordered)
     budget = options.budget(workload.kv_bytes(model.shape))
     _require_memory(model, options, budget)
-    with bench_folder(model, layouts, workload, folder, keep) as place:
-        stores = TtftStores(model, layouts, place, diy=DIY in options.systems)
+    diy = DIY in options.systems
+    with bench_folder(model, layouts, workload, folder, keep=keep, diy=diy) as place:
+        if keep:
+            key = KeptKey.of(model, workload, options.retention, reordered=reordered)
+            require_same(place, key)
+        stores = TtftStores(model, layouts, place, diy=diy)
         stores.fill(workload.prefixes, progress)
-        rewritten = stores.reorder(workload, options.retention, progress)
+        ordered = stores.reorder(workload, options.retention, progress)
         with contextlib.ExitStack() as stack:
             runners = open_runners(stack, stores, model, options, budget)
             bench = _Bench(model, options, workload, stores, runners, progress)
             bench.measure()
-            return bench.report(budget, rewritten, in_memory=file_system(place) in IN_MEMORY)
+            return bench.report(budget, ordered, folder_warnings(folder, keep=keep))
 
 
 def layouts_of(options: TtftOptions) -> list[Layout]:
@@ -158,23 +165,22 @@ class _Bench:
                     self._differences.append(_difference(references[number], given.logits))
         self._say("requests", len(measured), len(measured))
 
-    def report(self, budget: Budget, rewritten: int, *, in_memory: bool) -> TtftReport:
-        """What was measured; ``in_memory`` says that the stores lie on no disk."""
-        rows = tuple(
-            TtftRow(one.name, one.disk, one.layout, one.budget, tuple(self._samples[one.name]))
-            for one in self._runners
-        )
+    def report(self, budget: Budget, ordered: int, of_folder: Sequence[str]) -> TtftReport:
+        """What was measured, with ``ordered`` nodes in order of importance.
+
+        ``of_folder`` is what has to be said of where the stores lie.
+        """
+        rows = tuple(map(self._row, self._runners))
         kv_bytes = self._workload.kv_bytes(self._model.shape)
-        warnings = [*self._workload.warnings, *self._lost()]
-        if in_memory:
-            warnings.append(
-                "the stores are on a file system in memory, so that disk times are none; give "
-                "--dir a folder on a disk"
-            )
-        notes = self._notes(rewritten)
+        warnings = [*of_folder, *self._workload.warnings, *self._lost()]
+        notes = self._notes(ordered)
         return TtftReport(
             rows, self._workload, kv_bytes, budget, self._reference(), notes, tuple(warnings)
         )
+
+    def _row(self, one: Runner) -> TtftRow:
+        samples = tuple(self._samples[one.name])
+        return TtftRow(one.name, one.disk, one.layout, one.budget, samples, one.configuration)
 
     def _references(self) -> list[torch.Tensor]:
         """Logits of the full answer to every measured request, on the CPU."""
@@ -198,10 +204,9 @@ class _Bench:
         self._say("warm up", len(requests), len(requests))
 
     def _in_turn(self, number: int, *, everyone: bool) -> list[Runner]:
-        """Who answers a request, beginning with another one each time."""
+        """Who answers a request, in another order each time."""
         asked = [one for one in self._runners if everyone or not one.sampled]
-        first = number % max(1, len(asked))
-        return asked[first:] + asked[:first]
+        return [asked[place] for place in turns(self._options.seed, number, len(asked))]
 
     def _reference(self) -> Reference:
         samples = self._samples.get(RECOMPUTE, [])
@@ -225,7 +230,7 @@ class _Bench:
                 )
         return found
 
-    def _notes(self, rewritten: int) -> tuple[str, ...]:
+    def _notes(self, ordered: int) -> tuple[str, ...]:
         notes = ["KL and top-1 compare the first token with a full load, which is exact in float32"]
         if RECOMPUTE in self._samples:
             notes.append(
@@ -234,17 +239,19 @@ class _Bench:
             )
         if DIY in self._samples:
             notes.append(
-                "diy has no budget: it maps a file that is dropped from the page cache before each "
-                "request"
+                "diy has no budget: its file is dropped from the page cache before each request, "
+                "and read whole before anything is computed"
             )
-        if any(layout is not None and layout.order == IMPORTANCE for layout in self._layouts()):
+            if self._options.io.latency_s:
+                notes.append(
+                    "the emulated latency counts once per file for diy, and per read for the others"
+                )
+        if any(one.layout is not None and one.layout.order == IMPORTANCE for one in self._runners):
             notes.append(
-                f"{rewritten} nodes were reordered by queries that came before those measured"
+                f"{ordered} nodes lie in order of importance, which each store learnt by its own "
+                "evidence from queries that came before those measured"
             )
         return tuple(notes)
-
-    def _layouts(self) -> list[Layout | None]:
-        return [runner.layout for runner in self._runners]
 
     def _say(self, task: str, done: int, total: int) -> None:
         self._progress(ProgressEvent(task, done, total, "requests"))

@@ -25,6 +25,7 @@ from store.disk.io import IOOptions
 from store.engine import PrefixStore
 from store.errors import SourceError
 from store.itf.options import SparseOptions
+from store.run_maker import MemoryOptions
 
 if TYPE_CHECKING:
     from pipelines.generate import Answer
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 
 RECIPE = "demo"
 WAYS = ("recompute", "load", "impress")
+_SKETCH_BYTES = 256 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,8 +154,12 @@ def run_demo(
 def _opened(
     path: Path, model: LoadedModel, recipe: Recipe, io: IOOptions
 ) -> AbstractContextManager[PrefixStore]:
+    # Each answer reads from the disk: what stays in memory would make the second one a gift.
+    memory = MemoryOptions(host_bytes=_SKETCH_BYTES, sketch_bytes=_SKETCH_BYTES)
     if path.exists() and any(path.iterdir()):
-        return PrefixStore.open(path, identity=model.identity, io=io, device=str(model.device))
+        return PrefixStore.open(
+            path, identity=model.identity, io=io, device=str(model.device), memory=memory
+        )
     return PrefixStore.create(
         path,
         identity=model.identity,
@@ -162,6 +168,7 @@ def _opened(
         codec=recipe.store.codec,
         io=io,
         device=str(model.device),
+        memory=memory,
     )
 
 

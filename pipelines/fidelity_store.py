@@ -11,13 +11,14 @@ import shutil
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 
 from pipelines.attention import forward, prefill
-from pipelines.fidelity_values import BenchCase
+from pipelines.fidelity_values import BenchCase, FidelityOptions
+from pipelines.probes import first_heads
 from pipelines.reorder_plan import order_rows
 from store.engine import PrefixStore
 from store.errors import InvalidValueError, StoreFullError
@@ -44,6 +45,28 @@ class Layout(NamedTuple):
     bits: int | None = None
     heads: tuple[tuple[int, ...], ...] | None = None
     order: str = ORDERS[0]
+
+
+#: By (chunk_tokens, bits, order) of a combination.
+Layouts: TypeAlias = dict[tuple[int, int | None, str], Layout]
+
+
+def layouts_of(model: LoadedModel, options: FidelityOptions) -> Layouts:
+    """Temporary stores of the combinations that use them."""
+    heads = first_heads(model.shape) if "heads" in options.evidence else None
+    widths = options.sketch_bits if "sketch" in options.evidence else (None,)
+    made = {
+        (size, bits, order): Layout(size, bits, heads, order)
+        for size in options.chunk_tokens
+        for bits in widths
+        for order in options.order
+    }
+    first = widths[0]
+    return made | {
+        (size, None, order): made[size, first, order]
+        for size in options.chunk_tokens
+        for order in options.order
+    }
 
 
 class Outcome(NamedTuple):

@@ -102,8 +102,8 @@ class FidelityOptions:
 
     Every evidence is combined with every other value, a sketch with ``rows`` as well.
     ``chunk_tokens``, ``sketch_bits`` and ``order`` are those of the temporary stores; the order
-    ``importance`` is by each prefix's history. All that is compared
-    takes what else there is to choose (``alpha``, ``threshold``, ``fallback``) from ``shared``.
+    ``importance`` is by each prefix's history, which there has to be. All that is compared takes
+    what else there is to choose (``alpha``, ``threshold``, ``fallback``) from ``shared``.
     """
 
     cases: CaseOptions = field(default_factory=CaseOptions)
@@ -131,6 +131,11 @@ class FidelityOptions:
         for bits in self.sketch_bits:
             check_bits(bits)
         require_chunk_tokens(self.chunk_tokens)
+        if ORDERS[1] in self.order and not self.cases.history:
+            raise InvalidValueError(
+                "order importance is by what earlier queries found, and history 0 leaves none; "
+                "give --history 1 or more, or leave importance out of --order"
+            )
 
     def combinations(self) -> list[Combination]:
         """All combinations, in the order of the rows."""

@@ -29,6 +29,8 @@ log = logging.getLogger(__name__)
 
 PLANS = ("auto", "force-load", "force-recompute")
 INSERTS = ("exact", "never")
+#: Another process may be reordering a node, which takes about as long.
+_WRITE_WAIT_S = 10.0
 _READ_ONLY = "the store can't be written, so the prefix was not stored"
 
 
@@ -250,6 +252,7 @@ def _keep_prefix(
             start,
             name=name,
             source=source,
+            timeout_s=_WRITE_WAIT_S,
         )
     except StoreError as error:
         # The answer is right either way; the caller tells the user why the next one is slow.
@@ -274,7 +277,7 @@ def _keep_exact(
         return 0, ""
     if store.read_only:
         return 0, _READ_ONLY
-    run, again = store.begin(prefix_ids, max_new_tokens=0)
+    run, again = store.begin(prefix_ids, max_new_tokens=0, internal=True)
     with run:
         try:
             prefill(model.model, run, prefix_ids[again.matched_len :], logits=0)

@@ -116,7 +116,7 @@ def _mend_one(store: PrefixStore, model: LoadedModel, node: PrefixNode) -> int |
     """Tokens that were computed, or why the node can't be mended."""
     try:
         ids = store.path_ids(node.node_id)
-        run, match = store.begin(ids, max_new_tokens=0, max_match=node.start)
+        run, match = store.begin(ids, max_new_tokens=0, max_match=node.start, internal=True)
         with run:
             rest = ids[match.matched_len :]
             prefill(model.model, run, rest, logits=0)

@@ -37,8 +37,7 @@ def store_stats(store: PrefixStore) -> dict[str, Any]:
     kv_bytes = sum(row.bytes for row in rows)
     probes = _probes(store, rows)
     probe_bytes = sum(entry["bytes"] for entry in probes.values())
-    read = counters.get("read_bytes", 0.0) - counters.get("probe_bytes", 0.0)
-    needed = counters.get("needed_bytes", 0.0)
+    read, needed = counters.get("kv_read_bytes", 0.0), counters.get("needed_bytes", 0.0)
     return {
         "nodes": len(rows),
         "prefixes": len(store.prefixes()),
@@ -85,7 +84,7 @@ def _hits(counters: dict[str, float]) -> dict[str, float | None]:
     eligible = counters.get("eligible_tokens", 0.0)
     if eligible <= 0:
         return dict.fromkeys(TIERS)
-    ratio, shares = counters.get("reused_tokens", 0.0) / eligible, _shares(counters, "bytes")
+    ratio, shares = counters.get("reused_tokens", 0.0) / eligible, _shares(counters, "chunks")
     return {tier: ratio * (share or 0.0) for tier, share in shares.items()}
 
 

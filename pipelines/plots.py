@@ -1,6 +1,6 @@
 """PNG pictures of measurements; needs matplotlib, the extra ``plots``.
 
-The only module that imports matplotlib, and only when a picture is asked for. Figures are drawn
+With `eval_plots` the only module that imports matplotlib, and only when a picture is asked for. Figures are drawn
 without a display and without pyplot's global state.
 """
 
@@ -84,12 +84,14 @@ def _series(
     some_rows = len({row.rows for row in compared if row.rows is not None}) > 1
     some_sets = len({row.sets for row in compared}) > 1
     some_sizes = len({row.chunk_tokens for row in compared}) > 1
+    some_orders = len({row.order for row in compared}) > 1
     found: dict[tuple[str, str | None], list[FidelityRow]] = {}
     for row in rows:
         parts = [row.evidence if row.bits is None else f"{row.evidence} {row.bits} bits"]
         parts += [f"rows {row.rows}"] if some_rows and row.rows else []
         parts += [f"sets {row.sets}"] if some_sets else []
         parts += [f"chunks of {row.chunk_tokens}"] if some_sizes else []
+        parts += [f"order {row.order}"] if some_orders else []
         found.setdefault((", ".join(parts), row.attend), []).append(row)
     return found
 

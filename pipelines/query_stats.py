@@ -24,6 +24,8 @@ class Attempts:
     hidden_io_s: float = 0.0
     bookkeeping_s: float = 0.0
     wanted_bytes: int = 0
+    host_bytes: int = 0
+    device_bytes: int = 0
     read_bytes: int = 0
     needed_bytes: int = 0
     probe_bytes: int = 0
@@ -43,6 +45,8 @@ class Attempts:
         self.hidden_io_s += counters.hidden_io_s()
         self.bookkeeping_s += counters.bookkeeping_s
         self.wanted_bytes += counters.wanted_bytes
+        self.host_bytes += counters.host_chunks * counters.chunk_bytes
+        self.device_bytes += counters.device_chunks * counters.chunk_bytes
         self.read_bytes += counters.read_bytes
         self.probe_bytes += counters.probe_bytes
         self.requests += counters.requests
@@ -76,7 +80,6 @@ def query_stats(
     run.fetch.count_important()
     attempts.add_important(run)
     kept, reports = kept_ratios(run), run.reports
-    size = run.fetch.chunk_bytes
     return QueryStats(
         ttft_s=ttft_s,
         stages_s=attempts.stages_s(ttft_s),
@@ -91,8 +94,8 @@ def query_stats(
         probe_ratio=kept[2],
         bytes={
             "disk": attempts.wanted_bytes,
-            "host": attempts.chunks["host"] * size,
-            "device": attempts.chunks["device"] * size,
+            "host": attempts.host_bytes,
+            "device": attempts.device_bytes,
         },
         chunks=attempts.chunks,
         important_rows=attempts.important_rows,
@@ -121,6 +124,7 @@ def lifetime_amounts(stats: QueryStats, eligible_tokens: int, policy: str) -> di
         "forward_tokens": stats.forward_tokens,
         **{f"{tier}_bytes": stats.bytes[tier] for tier in TIERS},
         "read_bytes": stats.read_bytes,
+        "kv_read_bytes": stats.read_bytes - stats.probe_bytes,
         "needed_bytes": stats.needed_bytes,
         "probe_bytes": stats.probe_bytes,
         "recovered_chunks": stats.recovered_chunks,

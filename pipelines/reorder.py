@@ -205,7 +205,7 @@ def watch(
         except StoreLockedError as error:
             log.warning("this pass was given up: %s", error)
         while not stop() and clock() < due:
-            sleep(min(_STEP_S, due - clock()))
+            sleep(min(_STEP_S, max(0.0, due - clock())))
 
 
 def _latest(store: PrefixStore) -> AccessStats:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -135,20 +135,13 @@ class Decision(NamedTuple):
     rows: Rows | None
 
 
-def order_rows(access: NodeAccess, by: Literal["importance", "selected"] = "importance") -> Rows:
+def order_rows(access: NodeAccess) -> Rows:
     """Mapping list that puts what matters first, int32 [layers, n]; ties in token order.
 
-    Parameters
-    ----------
-    by
-        ``importance``, the moving average; or ``selected``, how many queries selected a token,
-        with ties by importance.
+    By moving importance: how many queries selected a token believes too much of the few there are
+    (docs/decisions.md).
     """
-    keys = [-access.importance]
-    if by == "selected":
-        keys.append(-access.selected.astype(np.int64))
-    # The last key decides first, and equal tokens keep their order.
-    order = np.lexsort(keys, axis=-1)
+    order = np.argsort(-access.importance, axis=-1, kind="stable")
     return invert_rows(order.astype(np.int32))
 
 
@@ -156,15 +149,19 @@ def expected_chunks(access: NodeAccess, rows: Rows | None, chunk_tokens: int) ->
     """Chunks of one layer that a query is expected to touch, mean over the layers.
 
     A chunk is touched unless none of its tokens is selected: ``1 - prod(1 - p)``, with ``p`` the
-    share of past queries that selected a token.
+    share of queries that selected a token, the past ones and one that selects all alike.
 
     Parameters
     ----------
     rows
         Mapping list, int32 [layers, n]; None for token order.
     """
+    # One more query of average tokens: few queries say little about the next one.
+    counts = access.selected.astype(np.float64)
+    queries = max(access.queries, 1)
+    usual = counts.mean(axis=1, keepdims=True) / queries
     # After a split, a node knows only a lower bound of its queries.
-    share = np.minimum(access.selected / max(access.queries, 1), 1.0)
+    share = np.minimum((counts + usual) / (queries + 1), 1.0)
     with np.errstate(divide="ignore"):  # always selected: never missed
         missed = np.log1p(-share)
     if rows is not None:

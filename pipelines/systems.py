@@ -37,8 +37,11 @@ class System:
         Whether part of it is loaded; else all.
     evidence, attend
         As in `SparseOptions`; ``full`` and ``loaded`` where nothing is left out.
-    policy
-        Which chunks stay in memory, one of `store.tier.policy.POLICIES`.
+    policy, half_life
+        Which chunks stay in memory: one of `store.tier.policy.POLICIES`, and after how many
+        requests an access counts half (None: never, as published).
+    ahead
+        Whether chunks that past queries wanted are read before they are asked for.
     order
         How rows lie on disk: one of `store.files.ORDERS`.
     chunk_tokens, probe
@@ -54,6 +57,8 @@ class System:
     order: str
     chunk_tokens: int
     probe: str
+    half_life: float | None = None
+    ahead: bool = False
 
     def options(self, retention: float, base: SparseOptions | None = None) -> SparseOptions:
         """The engine's value: everything that is not the system's own comes from ``base``.
@@ -63,7 +68,8 @@ class System:
         base = base or SparseOptions()
         if not self.sparse:
             return replace(base, retention=1.0)
-        return replace(base, retention=retention, evidence=self.evidence, attend=self.attend)
+        own = {"evidence": self.evidence, "attend": self.attend, "ahead": self.ahead}
+        return replace(base, retention=retention, **own)
 
 
 def _system(
@@ -77,9 +83,11 @@ def _system(
     order: str = ORIGINAL,
     chunk_tokens: int = 64,
     probe: str = "none",
+    ahead: bool = False,
 ) -> System:
     """A system, by default the baseline that reads all keys and keeps what was used last."""
-    return System(name, reuse, sparse, evidence, attend, policy, order, chunk_tokens, probe)
+    layout = (order, chunk_tokens, probe)
+    return System(name, reuse, sparse, evidence, attend, policy, *layout, ahead=ahead)
 
 
 #: Every system by name: the published ones as published, then ours.
@@ -99,20 +107,27 @@ SYSTEMS: dict[str, System] = {
             order=IMPORTANCE,
             chunk_tokens=16,
             probe="sketch",
+            ahead=True,
         ),
     )
 }
 
+#: Requests after which an access counts half, of the toggle ``aged``.
+HALF_LIFE = 100.0
 #: What a toggle changes: the parts of the published system one by one, then those of ours.
 TOGGLES: dict[str, Callable[[System], System]] = {
     "itf": lambda one: replace(one, evidence="heads", probe="heads"),
     "reorder": lambda one: replace(one, order=IMPORTANCE),
     "score": lambda one: replace(one, policy="score"),
+    "lfu": lambda one: replace(one, policy="lfu", half_life=None),
+    "lru": lambda one: replace(one, policy="lru", half_life=None),
+    "aged": lambda one: replace(one, policy="score", half_life=HALF_LIFE),
     "sketch": lambda one: replace(one, evidence="sketch", probe="sketch"),
     "loaded": lambda one: replace(one, attend="loaded"),
+    "ahead": lambda one: replace(one, ahead=True),
 }
 #: Toggles that mean something where everything is loaded.
-_WITHOUT_SPARSE = ("score",)
+_WITHOUT_SPARSE = ("score", "lfu", "lru", "aged")
 
 
 def make_system(text: str) -> System:

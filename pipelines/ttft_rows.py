@@ -42,6 +42,7 @@ def sample_of(
         read_bytes=stats.read_bytes,
         needed_bytes=stats.needed_bytes,
         hit=hit,
+        important=important,
         important_hit=1.0 - important["disk"] if important else None,
         kl=close.kl,
         top1=close.top1 == 1.0,

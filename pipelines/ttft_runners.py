@@ -39,7 +39,11 @@ class Runner(ABC):
         Of the system.
     layout, budget
         Of its store, None without one.
+    configuration
+        Of the engine, None where nothing in a store is used.
     """
+
+    configuration: System | None = None
 
     def __init__(self, name: str, layout: Layout | None, budget: Budget | None) -> None:
         self.name, self.layout, self.budget = name, layout, budget
@@ -82,6 +86,7 @@ class EngineRunner(Runner):
         reads = system.reuse
         layout, own = (Layout.of(system), budget) if reads else (None, None)
         super().__init__(system.name, layout, own)
+        self.configuration = system if reads else None
         self._store, self._model, self._io = store, model, options.io
         self._options = QueryOptions(
             max_new_tokens=1,

@@ -10,19 +10,21 @@ import contextlib
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from pipelines.attention import prefill
-from pipelines.diy import save_cache
+from pipelines.bench_folder import IN_MEMORY, file_system
+from pipelines.diy import PART, save_cache
 from pipelines.probes import first_heads
 from pipelines.progress import Progress, ProgressEvent
 from pipelines.reorder import reorder_store
 from pipelines.reorder_plan import ReorderOptions
 from pipelines.systems import IMPORTANCE, System
+from pipelines.ttft_kept import DIY_FOLDER
 from pipelines.ttft_values import Budget, Layout, TtftPrefix, Workload
 from store.access import AccessStats
 from store.disk.io import IOOptions
@@ -40,14 +42,19 @@ if TYPE_CHECKING:
 
 #: Room for probe data, catalog and file system blocks, as a factor of the KV's bytes.
 _SPACE_FACTOR = 1.3
-_DIY_FOLDER = "diy"
 #: Of the runs that a reordering learns from, where nothing is left out of those measured.
 _HISTORY_RETENTION = 0.25
 
 
 @contextlib.contextmanager
 def bench_folder(
-    model: LoadedModel, layouts: Iterable[Layout], workload: Workload, folder: Path, keep: bool
+    model: LoadedModel,
+    layouts: Sequence[Layout],
+    workload: Workload,
+    folder: Path,
+    *,
+    keep: bool,
+    diy: bool,
 ) -> Iterator[Path]:
     """Where stores go: ``folder`` itself, or a new one in it that is gone afterwards.
 
@@ -56,25 +63,29 @@ def bench_folder(
     InvalidValueError
         ``folder`` can't be written.
     StoreFullError
-        It has no room for the KV.
+        It has no room for the KV, or what was done inside ran out of it.
     """
-    wanted = list(layouts)
-    # One more copy for the files of the diy row, one while a store is rewritten in another order.
-    copies = len(wanted) + 1 + any(layout.order == IMPORTANCE for layout in wanted)
+    names = [layout.name for layout in layouts] + [DIY_FOLDER] * diy
+    # One more copy while a store is rewritten in another order.
+    copies = len(names) + any(layout.order == IMPORTANCE for layout in layouts)
     need = int(workload.kv_bytes(model.shape) * copies * _SPACE_FACTOR)
     free = free_bytes(folder, keep=keep)
     if keep:
-        need -= sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+        held = (path for name in names for path in (folder / name).rglob("*"))
+        need -= sum(path.stat().st_size for path in held if path.is_file())
+    less = f"give fewer --prefixes, fewer --systems or another {_option(keep)}"
     if need > free:
         raise StoreFullError(
-            f"{folder} has {free / 1e6:.0f} MB free, of {need / 1e6:.0f} MB needed; give fewer "
-            f"--prefixes, fewer --systems or another {_option(keep)}"
+            f"{folder} has {free / 1e6:.0f} MB free, of {need / 1e6:.0f} MB needed; {less}"
         )
-    if keep:
-        yield folder
-        return
-    with tempfile.TemporaryDirectory(prefix=".impress-bench-", dir=folder) as name:
-        yield Path(name)
+    try:
+        if keep:
+            yield folder
+            return
+        with tempfile.TemporaryDirectory(prefix=".impress-bench-", dir=folder) as name:
+            yield Path(name)
+    except StoreFullError as error:
+        raise StoreFullError(f"{folder} ran full; {less}") from error
 
 
 def free_bytes(folder: Path, *, keep: bool) -> int:
@@ -92,6 +103,16 @@ def free_bytes(folder: Path, *, keep: bool) -> int:
         ) from error
 
 
+def folder_warnings(folder: Path, *, keep: bool) -> list[str]:
+    """What should be said of a folder before anything is measured on it, one sentence each."""
+    if file_system(folder) not in IN_MEMORY:
+        return []
+    return [
+        f"{folder} is on a file system in memory, so that disk times are none; give "
+        f"{_option(keep)} a folder on a disk"
+    ]
+
+
 def _option(keep: bool) -> str:
     return "--keep" if keep else "--dir"
 
@@ -107,9 +128,11 @@ class TtftStores:
     ) -> None:
         self.model, self._folder = model, folder
         self._paths = {layout: folder / layout.name for layout in layouts}
-        self._diy = folder / _DIY_FOLDER if diy else None
+        self._diy = folder / DIY_FOLDER if diy else None
         if self._diy is not None:
             self._diy.mkdir(exist_ok=True)
+            for left in self._diy.glob(f"*{PART}"):
+                left.unlink()  # of a run that was killed while it wrote
         for layout, path in self._paths.items():
             if not path.exists():
                 self._create(layout, path)
@@ -152,7 +175,10 @@ class TtftStores:
     def open_system(self, system: System, budget: Budget, io: IOOptions) -> PrefixStore:
         """Open a system's store for it alone, with its policy and memory."""
         memory = MemoryOptions(
-            device_bytes=budget.device_bytes, host_bytes=budget.host_bytes, policy=system.policy
+            device_bytes=budget.device_bytes,
+            host_bytes=budget.host_bytes,
+            policy=system.policy,
+            half_life=system.half_life,
         )
         return self.open(Layout.of(system), io=io, memory=memory)
 
@@ -192,38 +218,54 @@ class TtftStores:
                 save_cache(file, layers, self.model.shape)
 
     def reorder(self, workload: Workload, retention: float, progress: Progress) -> int:
-        """Reorder the stores that are to be by what earlier queries found; returns nodes rewritten.
+        """Put the stores that are to be in order of importance; returns how many nodes lie in it.
 
-        No store's own statistics are touched, nor looked at.
+        What is important, earlier queries tell, each store by its own evidence. No store's own
+        statistics are touched, nor looked at.
         """
         layouts = [layout for layout in self._paths if layout.order == IMPORTANCE]
-        if not layouts:
-            return 0
-        access, rewritten = self._observed(workload.prefixes, retention, progress), 0
+        learnt = self._learnt(layouts, workload.prefixes, retention, progress)
+        ordered = 0
         for layout in layouts:
+            access = learnt[layout.probe]
             with self.open(layout) as store:
-                report = reorder_store(store, ReorderOptions(min_gain=0.0), progress, access=access)
-                rewritten += report.plan.rewritten
+                reorder_store(store, ReorderOptions(min_gain=0.0), progress, access=access)
                 store.gc()
-        return rewritten
+                ordered += sum(store.order(row.node_id) is not None for row in store.nodes())
+        return ordered
 
-    def _observed(
-        self, prefixes: Iterable[TtftPrefix], retention: float, progress: Progress
-    ) -> AccessStats:
-        """Statistics of the prefixes' histories, by all keys."""
+    def _learnt(
+        self,
+        layouts: Sequence[Layout],
+        prefixes: Iterable[TtftPrefix],
+        retention: float,
+        progress: Progress,
+    ) -> dict[str, AccessStats]:
+        """Statistics of the prefixes' histories, by kind of probe data.
+
+        What evidence selects depends neither on chunks nor on how rows lie: one layout of a kind
+        learns for all of them, and the same again once it is reordered.
+        """
         asked = [(prefix, query.ids) for prefix in prefixes for query in prefix.history]
-        # What lies in no file would be lost for good if it were dropped for its size.
-        access = AccessStats(None, self.model.shape, cache_bytes=sys.maxsize)
-        recorder = RunRecorder(access)
+        kinds = {layout.probe: layout for layout in layouts}
         # A full load selects nothing, and so tells nothing.
         retention = retention if retention < 1.0 else _HISTORY_RETENTION
-        sparse = SparseOptions(retention=retention, evidence="full")
-        with self.open(self.plainest) as store:
-            for done, (prefix, query) in enumerate(asked):
-                progress(ProgressEvent("history", done, len(asked), "queries", prefix.name))
-                self._record(store, prefix.ids, query, sparse, recorder)
-        progress(ProgressEvent("history", len(asked), len(asked), "queries"))
-        return access
+        # Sketch or probe heads, whichever the store has; all keys where it has neither.
+        sparse = SparseOptions(retention=retention, evidence="auto", attend="selected")
+        done, total = 0, len(kinds) * len(asked)
+        found: dict[str, AccessStats] = {}
+        for kind, layout in kinds.items():
+            # What lies in no file would be lost for good if it were dropped for its size.
+            found[kind] = AccessStats(None, self.model.shape, cache_bytes=sys.maxsize)
+            recorder = RunRecorder(found[kind])
+            with self.open(layout) as store:
+                for prefix, query in asked:
+                    progress(ProgressEvent("history", done, total, "queries", prefix.name))
+                    self._record(store, prefix.ids, query, sparse, recorder)
+                    done += 1
+        if kinds:
+            progress(ProgressEvent("history", total, total, "queries"))
+        return found
 
     def _record(
         self,

@@ -195,9 +195,9 @@ class Sample:
         As in `QueryStats`.
     hit
         Share of the KV's chunks that each tier gave; empty where none was fetched.
-    important_hit
-        Share of the selected tokens' keys and values that memory had, of all where all is loaded;
-        None where nothing was fetched.
+    important, important_hit
+        Share of the selected tokens' keys and values that each tier gave, of all where all is
+        loaded, and what memory gave of it; empty and None where nothing was fetched.
     kl, top1
         Divergence of the first token's distribution from the reference's in nats, and whether the
         first choice is the same.
@@ -227,14 +227,15 @@ class Sample:
     fallback_ratio: float
     reused_tokens: int
     recovered_chunks: int = 0
+    important: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class TtftRow:
     """One system and its samples, in the order of the requests.
 
-    ``layout`` is that of its store and ``budget`` its memory, both None for who has none;
-    ``disk`` says how it reads.
+    ``layout`` is that of its store and ``budget`` its memory, both None for who has none; ``disk``
+    says how it reads; ``configuration`` is that of the engine, None without a store.
     """
 
     system: str
@@ -242,6 +243,7 @@ class TtftRow:
     layout: Layout | None
     budget: Budget | None
     samples: tuple[Sample, ...]
+    configuration: System | None = None
 
 
 class Layout(NamedTuple):

@@ -71,6 +71,15 @@ def make_workload(
     return dealer.workload(drawn, tuple(found.warnings))
 
 
+def turns(seed: int, request: int, count: int) -> list[int]:
+    """In which order ``count`` systems answer a request: another one each time, by the seed.
+
+    Where they only took turns in beginning, each would always follow the same other one.
+    """
+    drawn = np.random.default_rng([seed, request, count]).permutation(count)
+    return [int(number) for number in drawn]
+
+
 def _draw(options: TtftOptions, count: int) -> np.ndarray:
     """Prefix of each request, the warm-up's first, int64 [warm_up + requests]."""
     rng = np.random.default_rng([options.seed, count])

@@ -6,6 +6,7 @@ publisher. Changes are `publish`'s, deletions `maintenance`'s, a query is a `Que
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -200,7 +201,6 @@ class PrefixStore:
         """Stop reading, drop the lease and close the catalog; a second call does nothing."""
         self.access.flush()
         self._reader.close()
-        self._runs.close()
         self._index.close()
 
     def refresh(self) -> None:
@@ -226,6 +226,7 @@ class PrefixStore:
         sparse: SparseOptions | None = None,
         observer: Observer | None = None,
         record: bool = True,
+        internal: bool = False,
     ) -> tuple[QueryRun, PrefixMatch]:
         """Match a prompt, pin the matched nodes and start reading them.
 
@@ -247,6 +248,8 @@ class PrefixStore:
             `store.fetch.Observer`.
         record
             Whether the tokens that a sparse run selects count in the access statistics.
+        internal
+            Nobody asked: the run counts in no statistics, and not for what stays in memory.
 
         Returns
         -------
@@ -275,15 +278,23 @@ class PrefixStore:
                 match = PrefixMatch(match.nodes[:index], node.start, "unreadable", error)
                 break
         capacity, options = len(ids) + max_new_tokens, sparse or SparseOptions()
-        request = RunRequest(match.nodes, parts, capacity, options, observer, record)
+        counts = "none" if internal else "record" if record else "use"
+        request = RunRequest(match.nodes, parts, capacity, options, observer, counts)
         run = self._runs.make(request)
         self._index.begin_run()
         return run, match
 
     def _evidence_maker(self, sketches: SketchCache) -> EvidenceMaker:
         find = self._sidecars.get
-        withdrawn = self._sidecars.withdrawn
-        return EvidenceMaker(self.shape, self._reader, find, sketches, self.access, withdrawn)
+        return EvidenceMaker(
+            self.shape,
+            self._reader,
+            find,
+            sketches,
+            self.access,
+            self._sidecars.how_to_add,
+            self._sidecars.withdrawn,
+        )
 
     def _end_run(self) -> None:
         """Let go of what a run kept from being deleted, and of chunks of what is gone."""
@@ -317,8 +328,8 @@ class PrefixStore:
     def memory_need(self) -> MemoryNeed:
         """What a tier must hold to be of use, and what the host has for it."""
         longest = max((row.length for row in self.prefixes()), default=1)
-        sketches, chunks = self.memory.shares(self._sidecars.sketch_bytes())
-        return MemoryNeed(longest, 2 * self._files.layout(longest).data_bytes, sketches, chunks)
+        layer = 2 * self._files.layout(longest).data_bytes
+        return MemoryNeed(longest, layer, *self._runs.host_shares)
 
     def resident_bytes(self) -> tuple[int, int]:
         """Bytes of chunks that stay in memory, on the device and in host memory."""
@@ -429,6 +440,15 @@ class PrefixStore:
         """Add to the lifetime statistics; does nothing where the store can't be written."""
         if not self.read_only:
             self._index.catalog.add_counters(amounts)
+
+    def add_verdict(self, verdict: dict[str, Any]) -> None:
+        """Remember what an evaluation found (JSON values), beside those of earlier ones."""
+        with self.writing(), self._index.catalog.transaction() as txn:
+            txn.put_verdict(json.dumps(verdict, ensure_ascii=False))
+
+    def verdicts(self) -> list[dict[str, Any]]:
+        """What evaluations found, oldest first."""
+        return [json.loads(text) for text in self._index.catalog.verdicts()]
 
     def counters(self) -> dict[str, float]:
         """Lifetime statistics of queries."""

@@ -7,6 +7,7 @@ read when the run begins, in layer order, so that layer l+1 is in flight while l
 
 from __future__ import annotations
 
+import contextlib
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -92,7 +93,10 @@ class Fetch(ABC):
         running = [future for future in self.pending() if not future.cancel()]
         deadline, started = self.reader.options.deadline_s, time.perf_counter()
         hung = wait(running, timeout=deadline).not_done if running else ()
-        self.counters.load_wait_s += time.perf_counter() - started
+        waited = time.perf_counter() - started
+        self.counters.load_wait_s += waited
+        self.counters.read_wait_s += waited
+        self.counters.fetch_s += waited
         return not hung
 
     def submit(self, loads: Sequence[ChunkLoad], jobs: int) -> list[Future[ReadCount]]:
@@ -133,7 +137,10 @@ class Fetch(ABC):
         if at is None:
             host, rows = host[row : row + arriving], rows[row : row + arriving]
         memory.to_host(places, host, at)
-        self.buffers.upload(layer, which, row, row + arriving)
+        edge = self.tier.device_slots * memory.chunk_tokens
+        # What the device has already needs no way there.
+        if at is not None or int(places.max(initial=0)) >= edge:
+            self.buffers.upload(layer, which, row, row + arriving)
         memory.to_device(places, rows, at)
         self.counters.copy_s += time.perf_counter() - began
 
@@ -145,8 +152,20 @@ class Fetch(ABC):
         counters.device_chunks += device
         counters.host_chunks += held - device
         counters.disk_chunks += slots.size - held
+        counters.chunk_bytes = self.chunk_bytes
         if not self.selective:
             counters.needed_bytes += (slots.size - held) * self.chunk_bytes
+
+    @contextlib.contextmanager
+    def loading(self) -> Iterator[None]:
+        """Count all that happens inside as time that the query waits for its KV."""
+        began, waited = time.perf_counter(), self.counters.load_wait_s
+        try:
+            yield
+        finally:
+            spent = time.perf_counter() - began
+            self.counters.load_wait_s = waited + spent
+            self.counters.fetch_s += spent
 
     def await_reads(self, layer: int, futures: Sequence[Future[ReadCount]]) -> None:
         """Block until reads are done and count them. Raises `ChunkLoadError`."""
@@ -191,17 +210,14 @@ class FullFetch(Fetch):
 
     def layer(self, layer: int, q: torch.Tensor, k_new: torch.Tensor, scaling: float | None) -> int:
         """Wait for the layer's chunks; all rows are kept."""
-        began, waited = time.perf_counter(), self.counters.load_wait_s
-        self.await_reads(layer, self._pending[layer])
-        self._pending[layer] = []
-        self.arrived(self._planned[layer])
-        if self._mixed:
-            places = whole_places(self.parts, layer)
-            for rows in self.buffers.rows(layer):
-                gather(rows[self.buffers.aside :], places, rows)
-        spent = time.perf_counter() - began
-        self.counters.load_wait_s = waited + spent
-        self.counters.fetch_s += spent
+        with self.loading():
+            self.await_reads(layer, self._pending[layer])
+            self._pending[layer] = []
+            self.arrived(self._planned[layer])
+            if self._mixed:
+                places = whole_places(self.parts, layer)
+                for rows in self.buffers.rows(layer):
+                    gather(rows[self.buffers.aside :], places, rows)
         count = self.matched_len
         if self._observer is not None and count:
             self._observer(layer, q, self._keys(layer), k_new, scaling)

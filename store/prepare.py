@@ -38,10 +38,11 @@ class EvidenceMaker:
         find: FindSidecar,
         sketches: SketchCache,
         access: AccessStats,
+        how_to_add: Callable[[str], str],
         withdrawn: Collection[tuple[str, str]] = (),
     ) -> None:
         self._shape, self._reader, self._find = shape, reader, find
-        self._withdrawn = withdrawn
+        self._withdrawn, self._how_to_add = withdrawn, how_to_add
         self._sketches, self._access = sketches, access
 
     def make(
@@ -73,7 +74,7 @@ class EvidenceMaker:
             return None
         raise InvalidValueError(
             f"evidence {name!r} is not stored for all of this prefix; add it with "
-            f"'impress reorder --probe {name}', or use evidence 'auto' or 'full'"
+            f"{self._how_to_add(name)}, or use evidence 'auto' or 'full'"
         )
 
     def _files(self, nodes: list[MatchedNode], kind: str) -> list[SidecarFiles] | None:

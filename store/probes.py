@@ -165,10 +165,20 @@ class Sidecars:
         settings.check(self._info.identity.shape)
         write_settings(self._index.catalog, settings)
 
+    def how_to_add(self, kind: str) -> str:
+        """Command that gives all nodes a kind, and leaves them what the store keeps besides."""
+        others = set(self.settings.specs) - {kind}
+        return f"'impress reorder --store {self._store} --probe {'both' if others else kind}'"
+
     def sketch_bytes(self) -> int | None:
         """Bytes of all stored sketches; None where there are none and none will come."""
         sizes = [row.bytes for row in self._index.probes.values() if row.kind == "sketch"]
-        return sum(sizes) if sizes or self.settings.sketch_bits is not None else None
+        if sizes:
+            return sum(sizes)
+        try:
+            return None if self.settings.sketch_bits is None else 0
+        except CatalogError:
+            return None  # a setting that can't be read must not keep the store from opening
 
     def rows(self, node_id: str | None = None) -> list[ProbeRow]:
         """Published sidecars of known kinds, of one node or of all, by node."""

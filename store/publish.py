@@ -163,8 +163,10 @@ class Publisher:
         if rows is not None:
             rows = check_rows(rows, files.layout.shape.num_layers, node.length)
             rows = None if is_identity(rows) else rows
-        same = rows is files.rows is None
-        if same or (rows is not None and files.rows is not None and (rows == files.rows).all()):
+        if rows is None or files.rows is None:
+            if rows is files.rows:
+                return 0
+        elif (rows == files.rows).all():
             return 0
         return self._replace(node, NodeRows(self._reader, files).layer, rows)
 
@@ -298,6 +300,7 @@ class Publisher:
 
         def written(half: PrefixNode, lo: int, hi: int, facts: GroupFacts) -> Written:
             rows = None if files.rows is None else rows_of_part(files.rows, lo, hi)
+            rows = None if rows is None or is_identity(rows) else rows
             return self._write(half, _sliced(stored.layer, lo, hi), ids[lo:hi], facts, rows=rows)
 
         halves = written(upper, 0, cut, above), written(lower, cut, node.length, below)

@@ -133,13 +133,22 @@ class QueryRun:
         """Tell the run that a forward of ``tokens`` tokens went through every layer."""
         self.position += tokens
 
+    def rewind(self, position: int) -> None:
+        """Forget what was computed from ``position`` on, to go on in another way from there.
+
+        The prefix rows that a layer keeps were decided by the first forward, so that nothing of
+        that one may be forgotten by a run that leaves any out.
+        """
+        assert self.matched_len <= position <= self.position
+        self.position = position
+
     def kv(self, layer: int, lo: int, hi: int) -> tuple[np.ndarray, np.ndarray]:
         """Keys and values of positions ``lo`` to ``hi``, [hi - lo, kv_heads, head_dim].
 
         Storage dtype; views of the run's memory on a CPU run, valid until it is closed. Of a run
         that left prefix rows out, nothing may be taken: what it computed is not exact.
         """
-        assert 0 <= lo <= hi <= self.position
+        assert self.matched_len <= lo <= hi <= self.position
         assert self._kept[layer] == self.matched_len
         assert not self.reports
         storage = self.shape.np_dtype

@@ -11,8 +11,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
+from store.ahead import Forecast
 from store.buffers import RunBuffers, arena_bytes
 from store.chunk_load import LoadPart
 from store.disk.io import Arena
@@ -20,7 +22,7 @@ from store.disk.reader import ChunkReader
 from store.errors import ChunkLoadError, InvalidValueError
 from store.fetch import Fetch, FullFetch, Observer
 from store.index.radix import MatchedNode
-from store.itf.evidence import Evidence
+from store.itf.evidence import Evidence, Sketch
 from store.itf.options import SparseOptions
 from store.prepare import EvidenceMaker
 from store.query_run import QueryRun
@@ -77,12 +79,12 @@ class MemoryOptions:
 
         ``stored_sketches``: bytes of all that the store holds; None where it keeps none.
         """
-        if stored_sketches is None:
-            return 0, self.host_bytes
-        sketches = self.sketch_bytes
-        if sketches is None:
+        if self.sketch_bytes is not None:
+            sketches = min(self.sketch_bytes, self.host_bytes)
+        elif stored_sketches is None:
+            sketches = 0
+        else:
             sketches = min(max(stored_sketches, self.host_bytes // 8), self.host_bytes // 2)
-        sketches = min(sketches, self.host_bytes)
         return sketches, self.host_bytes - sketches
 
 
@@ -101,14 +103,18 @@ class MemoryNeed(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RunRequest:
-    """What a run is for: matched nodes, their parts, rows it needs, what to load of them."""
+    """What a run is for: matched nodes, their parts, rows it needs, what to load of them.
+
+    ``counts`` says what it counts for: ``record``, in the access statistics and for the tiers;
+    ``use``, for the tiers alone; ``none``.
+    """
 
     nodes: Sequence[MatchedNode]
     parts: Sequence[LoadPart]
     capacity: int
     options: SparseOptions
     observer: Observer | None
-    record: bool
+    counts: str
 
 
 class RunMaker:
@@ -140,7 +146,8 @@ class RunMaker:
         self._shape, self._reader, self._device = shape, reader, device
         self._recorder, self._withdraw, self._on_end = recorder, withdraw, on_end
         self._arenas: list[Arena] = []
-        sketches, chunks = memory.shares(stored_sketches)
+        self._forecast = Forecast()
+        self.host_shares = sketches, chunks = memory.shares(stored_sketches)
         self._sketches = SketchCache(reader, sketches)
         self._evidence = evidence(self._sketches)
         self.tier: TieredCache | None = None
@@ -149,28 +156,33 @@ class RunMaker:
             policy = make_policy(memory.policy, memory.half_life)
             self.tier = TieredCache(shape, chunk_tokens, budgets, policy, device)
 
-    def close(self) -> None:
-        """Let go of memory that a device knows of."""
-        if self.tier is not None and self.tier.memory is not None:
-            self.tier.memory.close()
-
     def make(self, request: RunRequest) -> QueryRun:
         """Begin a run: reads start now. Raises `InvalidValueError` for evidence not stored."""
         options, counters = request.options, RunCounters()
         sparse = options.sparse and bool(request.parts)
         evidence = self._make_evidence(request, counters) if sparse else None
-        arrivals = rows_aside(options, evidence, request.parts)
+        likely = self._likely(request) if isinstance(evidence, Sketch) else []
+        ahead = any(mask is not None for mask in likely)
+        arrivals = rows_aside(options, evidence, request.parts, ahead=ahead)
         arena = self._take_arena(arena_bytes(self._shape, request.capacity, arrivals))
         buffers = RunBuffers(self._shape, arena, request.capacity, self._device, arrivals)
         common = (request.parts, self._reader, buffers)
         fetch: Fetch
         if sparse:
-            fetch = SparseFetch(*common, options, evidence, counters, self.tier)
+            fetch = SparseFetch(*common, options, evidence, counters, self.tier, likely)
         else:
             fetch = FullFetch(*common, request.observer, self.tier)
         if self.tier is not None:
             self.tier.pin(part.files for part in request.parts)
-        return QueryRun(buffers, fetch, self._end_recorded if request.record else self._end)
+        ends = {"record": self._end_recorded, "use": self._end, "none": self._end_internal}
+        return QueryRun(buffers, fetch, ends[request.counts])
+
+    def _likely(self, request: RunRequest) -> list[np.ndarray | None]:
+        """Chunks of each part that the query will most likely want."""
+        if not request.options.ahead:
+            return []
+        retention, known = request.options.retention, self._recorder.known
+        return [self._forecast.chunks(p, known(p.files), retention) for p in request.parts]
 
     def _make_evidence(self, request: RunRequest, counters: RunCounters) -> Evidence | None:
         """Evidence of a query; a damaged sidecar is withdrawn, and what is left serves instead."""
@@ -191,7 +203,8 @@ class RunMaker:
         else:
             # One that is too small is dropped rather than kept beside a larger one.
             self._arenas.clear()
-            arena = Arena(size)
+            # Pinned, as every copy to a device begins here.
+            arena = Arena(size, pinned=self._device.type == "cuda")
         if self._reader.options.poison:
             arena.poison()
         return arena
@@ -206,17 +219,27 @@ class RunMaker:
         finally:
             self._end(run, arena)
 
+    def _end_internal(self, run: QueryRun, arena: Arena | None) -> None:
+        """Take back the memory of a run that nobody asked for: it says nothing of what is asked."""
+        self._end(run, arena, settled=False)
+
     def _introduce(self, parts: Sequence[LoadPart]) -> None:
         if self.tier is not None:
             for part in parts:
                 if not self.tier.known(part.files):
                     introduce(self.tier, part, self._recorder.known(part.files))
 
-    def _end(self, run: QueryRun, arena: Arena | None) -> None:
-        if self.tier is not None:
-            self.tier.unpin(part.files for part in run.fetch.parts)
-            if arena is not None:
-                settle(self.tier, run.fetch)
-        if arena is not None and len(self._arenas) < _KEPT_ARENAS:
-            self._arenas.append(arena)
-        self._on_end()
+    def _end(self, run: QueryRun, arena: Arena | None, *, settled: bool = True) -> None:
+        try:
+            if self.tier is not None:
+                self.tier.unpin(part.files for part in run.fetch.parts)
+                if arena is not None and settled:
+                    self._introduce(run.fetch.parts)
+                    settle(self.tier, run.fetch)
+        except (MemoryError, torch.OutOfMemoryError) as error:
+            # The answer is there; what memory holds is right, only less than it could be.
+            log.warning("KV of this query does not stay in memory: %s", error)
+        finally:
+            if arena is not None and len(self._arenas) < _KEPT_ARENAS:
+                self._arenas.append(arena)
+            self._on_end()

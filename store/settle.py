@@ -44,17 +44,19 @@ def _access(fetch: Fetch, part: LoadPart) -> Access:
     layers, chunks = fetch.buffers.shape.num_layers, part.files.layout.num_chunks
     used = np.zeros((layers, 2, chunks), dtype=bool)
     ratio = np.zeros((layers, chunks), dtype=np.float32)
-    if not fetch.selected:
-        for layer in range(layers):
-            used[layer, :, part.whole(layer).chunks] = True
+    if not fetch.selective:
+        # What arrived: a run that ended early says nothing of the layers that it never asked for.
+        for load in fetch.loads:
+            if load.part is part:
+                used[load.layer, load.which, load.chunks] = True
         ratio[used[:, 0]] = 1.0
         return Access(part.files, used, ratio)
     for layer, report in enumerate(fetch.reports):
-        used[layer, :, _chunks(fetch.loaded_positions(layer), part, layer)] = True
+        wanted = _chunks(np.unique(fetch.selected[layer]), part, layer)
+        used[layer, :, wanted] = True
         if report.evidence == "full":
             used[layer, 0, part.whole(layer).chunks] = True
-        important = np.unique(fetch.selected[layer])
-        counts = np.bincount(_chunks(important, part, layer), minlength=chunks)
+        counts = np.bincount(wanted, minlength=chunks)
         ratio[layer] = counts / part.chunk_tokens
     return Access(part.files, used, ratio)
 

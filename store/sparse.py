@@ -3,7 +3,8 @@
 Where rows arrive (paper section on ITF; algorithms.md "From tokens to chunks")::
 
     attend loaded     front: part 0, its chunks in order | part 1 | ...     all of them are kept
-    attend selected   aside: the same; the selected rows are copied to the front
+                      aside: chunks read ahead; those wanted are copied behind the others
+    attend selected   aside: all of these; the selected rows are copied to the front
 
 Where a query leaves a reordered node half-way, rows that are not its own arrive among them: then
 all arrive aside, whatever is attended to. After a fallback, or with all keys as evidence, a layer's
@@ -16,10 +17,12 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
+from typing import TypeAlias
 
 import numpy as np
 import torch
 
+from store.ahead import ReadAhead
 from store.buffers import RunBuffers
 from store.chunk_load import ChunkLoad, LoadPart
 from store.disk.reader import ChunkReader, ReadCount
@@ -32,15 +35,24 @@ from store.stats import LayerReport, RunCounters
 from store.tier.tiered import TieredCache
 
 _KEYS, _VALUES = 0, 1
+#: Chunks of a part that arrive together: those read ahead come first, then those wanted beside.
+Piece: TypeAlias = tuple[LoadPart, PartPlan]
 
 
-def rows_aside(options: SparseOptions, evidence: Evidence | None, parts: Sequence[LoadPart]) -> int:
-    """Rows of room that buffers need for what is not kept where it arrives."""
+def rows_aside(
+    options: SparseOptions, evidence: Evidence | None, parts: Sequence[LoadPart], *, ahead: bool
+) -> int:
+    """Rows of room that buffers need for what is not kept where it arrives.
+
+    ``ahead``: whether chunks may come before it is known that they are wanted.
+    """
     mixed = any(part.mixed for part in parts)
     sparse = options.sparse and bool(parts)
     reads_all_keys = sparse and (evidence is None or isinstance(evidence, ProbeHeads))
     selected = sparse and options.attend == "selected"
-    return sum(part.stored for part in parts) if mixed or reads_all_keys or selected else 0
+    # Each token of a mixed part may lie in a chunk of its own.
+    rows = (min(part.stored, part.used * part.chunk_tokens) for part in parts)
+    return sum(rows) if mixed or reads_all_keys or selected or ahead else 0
 
 
 class SparseFetch(Fetch):
@@ -52,6 +64,9 @@ class SparseFetch(Fetch):
         Where importance comes from; None for all keys, which are then read ahead.
     counters
         Those that the evidence counts its reads in.
+    likely
+        Per part the chunks to read ahead, bool [layers, chunks] or None; only with evidence that
+        never falls back to all keys, which arrive where these do.
 
     Attributes
     ----------
@@ -74,6 +89,7 @@ class SparseFetch(Fetch):
         evidence: Evidence | None,
         counters: RunCounters,
         tier: TieredCache | None = None,
+        likely: Sequence[np.ndarray | None] = (),
     ) -> None:
         super().__init__(parts, reader, buffers, counters, tier)
         self._options = options
@@ -89,57 +105,79 @@ class SparseFetch(Fetch):
         self.loaded: list[np.ndarray] = []
         self.importance: list[torch.Tensor] = []
         if evidence is None:
+            began = time.perf_counter()
             for layer in range(layers):
                 self._submit_keys(layer)
+            counters.fetch_s += time.perf_counter() - began
         self._evidence = evidence or FullKeys(self._keys)
+        self._ahead = ReadAhead(self, likely, buffers.aside)
+        began = time.perf_counter()
+        self._ahead.advance(0)
+        counters.fetch_s += time.perf_counter() - began
         self.observed = not isinstance(evidence, Static | Random)
 
     def layer(self, layer: int, q: torch.Tensor, k_new: torch.Tensor, scaling: float | None) -> int:
         """Identify, fetch and compact one layer; returns the rows that each KV head keeps."""
+        before = self.counters.device_chunks, self.counters.host_chunks
         choice = self._identify(layer, q, k_new, scaling)
         sets = choice.sets.cpu().numpy()
-        before = self.counters.device_chunks, self.counters.host_chunks
-        plans, kept = self._fetch(layer, sets)
+        pieces, kept = self._fetch(layer, sets)
+        with self.loading():
+            self._ahead.advance(layer + 1)
         self.selected.append(sets)
         self._kept.append(kept)
         hits = (self.counters.device_chunks - before[0], self.counters.host_chunks - before[1])
-        self.reports.append(self._report(layer, choice, plans, kept.shape[-1], hits))
+        self.reports.append(self._report(layer, choice, pieces, kept.shape[-1], hits))
         return int(kept.shape[-1])
 
-    def _fetch(self, layer: int, sets: np.ndarray) -> tuple[list[PartPlan], np.ndarray]:
+    def _fetch(self, layer: int, sets: np.ndarray) -> tuple[list[Piece], np.ndarray]:
         """Bring the rows to keep to the front of the layer; all of it counts as loading.
 
         Returns what was planned and the positions that are kept.
         """
-        began, waited = time.perf_counter(), self.counters.load_wait_s
-        selected = np.unique(sets) if len(sets) > 1 else sets[0]
-        gap = self.reader.options.bridge_chunks
-        plans = [plan_part(selected, part, layer, gap) for part in self.parts]
-        tokens = np.concatenate([plan.tokens for plan in plans])
-        self.loaded.append(tokens)
-        kept = sets if self._options.attend == "selected" else tokens
-        if not self._copy_kept(layer, plans, kept):
-            self._load(layer, plans)
-            self._compact(layer, plans, kept, tokens)
-        spent = time.perf_counter() - began
-        self.counters.load_wait_s = waited + spent
-        self.counters.fetch_s += spent
-        return plans, kept
+        with self.loading():
+            selected = np.unique(sets) if len(sets) > 1 else sets[0]
+            plans = [
+                plan_part(selected, part, layer, self._gap(part), self._ahead.without(i, layer))
+                for i, part in enumerate(self.parts)
+            ]
+            ahead = self._ahead.pieces.get(layer, [])
+            pieces = [*ahead, *zip(self.parts, plans, strict=True)]
+            tokens = np.concatenate([plan.tokens for _, plan in pieces])
+            places, early = _places(pieces), 0
+            if ahead:
+                wanted = self._ahead.wanted(layer, plans)
+                tokens, places = tokens[wanted], places[wanted]
+                early = int(wanted[: sum(plan.arriving for _, plan in ahead)].sum())
+            if not self._to_aside:
+                # What came ahead lies aside, and is copied behind what comes now.
+                tokens = np.concatenate([tokens[early:], tokens[:early]])
+            self.loaded.append(tokens)
+            kept = sets if self._options.attend == "selected" else tokens
+            if not self._copy_kept(layer, pieces, kept):
+                self._load(layer, pieces)
+                self._compact(layer, kept, tokens, places, early)
+        return pieces, kept
 
-    def _copy_kept(self, layer: int, plans: list[PartPlan], kept: np.ndarray) -> bool:
+    def _gap(self, part: LoadPart) -> int:
+        """Chunks that may be read beside those wanted; none of which might hold no own token."""
+        return 0 if part.mixed else self.reader.options.bridge_chunks
+
+    def _copy_kept(self, layer: int, pieces: list[Piece], kept: np.ndarray) -> bool:
         """Copy the kept rows from memory, if it has all of them; False where it has not.
 
         And where whole chunks are kept: those come to the front by themselves.
         """
         if self.tier is None or not self._to_aside or self._key_loads[layer]:
             return False
-        found = self._resident(layer, kept)
-        if int(found.min(initial=0)) < 0:
+        slots = [self.tier.slots(p.files, layer)[:, plan.chunks] for p, plan in pieces]
+        if any(int(one.min(initial=0)) < 0 for one in slots):
             return False
+        found = self._resident(layer, kept)
         for which in (_KEYS, _VALUES):
             self.copy(layer, which, found[which], 0, kept.shape[-1])
-        for part, plan in zip(self.parts, plans, strict=True):
-            self.count_chunks(self.tier.slots(part.files, layer)[:, plan.chunks])
+        for one in slots:
+            self.count_chunks(one)
         return True
 
     def _resident(self, layer: int, positions: np.ndarray) -> np.ndarray:
@@ -179,7 +217,8 @@ class SparseFetch(Fetch):
 
     def pending(self) -> list[Future[ReadCount]]:
         """Reads that nobody has waited for yet."""
-        return [future for futures in self._reads for future in futures]
+        ahead = self._ahead.reads.values()
+        return [future for futures in (*self._reads, *ahead) for future in futures]
 
     def kept_positions(self, layer: int) -> np.ndarray:
         """Prefix positions that a layer keeps."""
@@ -216,12 +255,11 @@ class SparseFetch(Fetch):
 
     def _keys(self, layer: int) -> torch.Tensor:
         """All keys of a layer in token order, [n, kv_heads, head_dim]; read if need be."""
-        began = time.perf_counter()
-        if not self._key_loads[layer]:
-            self._submit_keys(layer)
-        self._wait(layer)
-        self.arrived(self._key_loads[layer])
-        self.counters.fetch_s += time.perf_counter() - began
+        with self.loading():
+            if not self._key_loads[layer]:
+                self._submit_keys(layer)
+            self._wait(layer)
+            self.arrived(self._key_loads[layer])
         keys = self.buffers.rows(layer)[_KEYS][self.buffers.aside :]
         if self._in_order:
             return keys[: self.matched_len]
@@ -231,50 +269,62 @@ class SparseFetch(Fetch):
         self.await_reads(layer, self._reads[layer])
         self._reads[layer] = []
 
-    def _load(self, layer: int, plans: list[PartPlan]) -> None:
+    def _load(self, layer: int, pieces: list[Piece]) -> None:
         """Fetch the planned chunks of values, and of keys unless all of them are there."""
         arrays = (_VALUES,) if self._key_loads[layer] else (_KEYS, _VALUES)
-        loads, row = [], self.buffers.aside if self._to_aside else 0
-        for part, plan in zip(self.parts, plans, strict=True):
-            loads += [
-                ChunkLoad.plan(part, layer, which, plan.chunks, row, self.tier)
-                for which in arrays
-                if plan.arriving
-            ]
+        ahead = self._ahead.loads.pop(layer, [])
+        loads: list[ChunkLoad] = []
+        row = self._ahead.end(layer) if self._to_aside else 0
+        for part, plan in pieces[-len(self.parts) :]:
+            if plan.arriving:
+                loads += [
+                    ChunkLoad.plan(part, layer, which, plan.chunks, row, self.tier)
+                    for which in arrays
+                ]
             row += plan.arriving
         jobs = max(1, self.reader.options.threads // (2 * len(self.parts)))
+        self._reads[layer] += self._ahead.reads.pop(layer, [])
         self._reads[layer] += self.submit(loads, jobs)
         self._wait(layer)
-        self.arrived(loads)
+        self.arrived([*ahead, *loads])
 
     def _compact(
-        self, layer: int, plans: list[PartPlan], kept: np.ndarray, tokens: np.ndarray
+        self, layer: int, kept: np.ndarray, tokens: np.ndarray, places: np.ndarray, early: int
     ) -> None:
-        """Copy what is kept from aside to the front; what arrived at the front stays."""
+        """Copy what is kept from aside to the front; what arrived at the front stays.
+
+        ``places`` are the rows at which ``tokens`` arrived; the first ``early`` of them aside,
+        before it was known which are wanted.
+        """
         whole = bool(self._key_loads[layer])
         k, v = self.buffers.rows(layer)
         from_k, from_v = (rows[self.buffers.aside :] for rows in (k, v))
         if whole:
-            places = kept if self._in_order else whole_places(self.parts, layer)[kept]
-            gather(from_k, places, k)
+            order = kept if self._in_order else whole_places(self.parts, layer)[kept]
+            gather(from_k, order, k)
         if self._to_aside:
             # Where each token's row has arrived.
             arrived = np.empty(self.matched_len, dtype=np.int64)
-            arrived[tokens] = _places(plans)
+            arrived[tokens] = places
             gather(from_v, arrived[kept], v)
             if not whole:
                 gather(from_k, arrived[kept], k)
+        elif early:
+            gather(from_k, places[:early], k[len(tokens) - early :])
+            gather(from_v, places[:early], v[len(tokens) - early :])
 
     def _report(
         self,
         layer: int,
         choice: Choice,
-        plans: list[PartPlan],
+        pieces: list[Piece],
         kept: int,
         hits: tuple[int, int],
     ) -> LayerReport:
-        chunks = sum(part.chunks for part in self.parts)
-        fetched = [len(plan.chunks) for plan in plans]
+        chunks = sum(
+            len(part.whole(layer).chunks) if part.mixed else part.chunks for part in self.parts
+        )
+        fetched = [len(plan.chunks) for _, plan in pieces]
         whole = sum(len(load.chunks) for load in self._key_loads[layer])
         keys = whole if self._key_loads[layer] else sum(fetched)
         size = self.parts[0].files.layout.chunk_bytes
@@ -287,7 +337,7 @@ class SparseFetch(Fetch):
             sets=len(choice.sets),
             selected_tokens=self._k,
             chunks=chunks,
-            chunks_selected=sum(plan.wanted for plan in plans),
+            chunks_selected=sum(int(p.wanted.sum()) for _, p in pieces[-len(self.parts) :]),
             chunks_read=keys + sum(fetched),
             loaded_tokens=len(self.loaded[-1]),
             kept_tokens=kept,
@@ -298,10 +348,10 @@ class SparseFetch(Fetch):
         )
 
 
-def _places(plans: Sequence[PartPlan]) -> np.ndarray:
-    """Where the tokens of all parts' plans are among the rows that arrive, int64."""
+def _places(pieces: Sequence[Piece]) -> np.ndarray:
+    """Where the tokens of all pieces are among the rows that arrive, int64."""
     base, found = 0, []
-    for plan in plans:
+    for _, plan in pieces:
         own = np.arange(plan.arriving) if plan.places is None else plan.places
         found.append(base + own)
         base += plan.arriving

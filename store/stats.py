@@ -139,6 +139,7 @@ class RunCounters:
     device_chunks: int = 0
     host_chunks: int = 0
     disk_chunks: int = 0
+    chunk_bytes: int = 0
     important_rows: int = 0
     important_device_rows: int = 0
     important_host_rows: int = 0
@@ -172,7 +173,7 @@ class RunCounters:
         for started, ended in sorted(self.io_spans_s):
             busy += max(0.0, ended - max(started, seen))
             seen = max(seen, ended)
-        return max(0.0, busy - self.load_wait_s - self.probe_wait_s)
+        return max(0.0, busy - self.read_wait_s - self.probe_wait_s)
 
     def add_probe(self, count: Iterable[float]) -> None:
         """Count one finished read of evidence: the fields of `store.disk.reader.ReadCount`."""

@@ -50,7 +50,9 @@ def wanted_nodes(
         known = access.get(row.node_id, tree.get(row.node_id).length)
         return (0 if known is None else known.queries), row.created
 
-    rows = sorted(prefixes, key=wanted, reverse=True)[:count]
+    # Another process may have added one since the tree was read.
+    here = [row for row in prefixes if row.node_id in tree]
+    rows = sorted(here, key=wanted, reverse=True)[:count]
     paths = (tree.path(tree.get(row.node_id)) for row in rows)
     return list({node.node_id: node for path in paths for node in path}.values())
 
@@ -67,6 +69,7 @@ def warm_node(
     used, read = None if known is None else known.loaded > 0, 0
     for layer in range(files.layout.shape.num_layers):
         chunks = _chunks(files, layer, used)
+        chunks = chunks[(tier.slots(files, layer)[:, chunks] < 0).any(axis=0)]
         if len(chunks):
             tier.warm([_fetched(reader, files, layer, which, chunks) for which in (0, 1)])
             read += 2 * len(chunks) * files.layout.chunk_bytes

@@ -75,7 +75,7 @@ def task_errors(name: str, data_dir: Path | None) -> Iterator[None]:
     except ImpressError:
         raise
     except _DATA_ERRORS as error:
-        hint = "check the rows' fields" if data_dir else "give data_dir, or check the network"
+        hint = "check the rows' fields" if data_dir else "give a folder of data (--data-dir DIR), or check the network"
         raise SourceError(
             f"task {name!r} can't be built ({type(error).__name__}: {error}); {hint}"
         ) from error

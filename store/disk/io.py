@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
+import torch
 
 from store.errors import InvalidValueError
 
@@ -78,11 +79,19 @@ class Arena:
     """Page-aligned anonymous memory with huge pages asked for.
 
     ``view`` is a writable uint8 memoryview of ``size`` bytes. Fresh 4 KiB pages cost a fault
-    each, 46 000 for a 4 096-token prefix; arenas are therefore large and reused.
+    each, 46 000 for a 4 096-token prefix; arenas are therefore large and reused. ``pinned``: known
+    to CUDA, on which copies to a device need not wait.
     """
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, *, pinned: bool = False) -> None:
         self.size = size
+        if pinned:
+            # Page-locked by CUDA, so that copies to the device run beside everything else.
+            whole = torch.empty(size + MAX_BLOCK, dtype=torch.uint8, pin_memory=True).numpy()
+            skip = -whole.ctypes.data % MAX_BLOCK
+            self.array = whole[skip : skip + size]
+            self.view = self.array.data
+            return
         self._map = mmap.mmap(-1, max(size, 1) + _HUGE_PAGE)
         if hasattr(mmap, "MADV_HUGEPAGE"):
             # A kernel built without huge pages refuses; ordinary pages work, more slowly.

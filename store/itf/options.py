@@ -38,6 +38,9 @@ class SparseOptions:
         the formula that ``alpha`` belongs to.
     fallback
         ``auto``: read all keys of a layer whose probe heads don't agree; ``never``; ``always``.
+    ahead
+        Whether chunks that past queries wanted are read before this one says that it does, too
+        (evidence sketch, which never falls back).
     seed
         Of the control ``random``.
     """
@@ -50,6 +53,7 @@ class SparseOptions:
     alpha: float = 0.6
     threshold: float | None = None
     fallback: str = "auto"
+    ahead: bool = True
     seed: int = 0
 
     def __post_init__(self) -> None:

@@ -113,7 +113,7 @@ class PartPlan(NamedTuple):
     chunks
         int64 ascending, all that are read.
     wanted
-        How many of them hold a selected token.
+        bool [chunks of the part], those that hold a selected token, however they come.
     arriving
         Rows that arrive.
     tokens
@@ -123,13 +123,19 @@ class PartPlan(NamedTuple):
     """
 
     chunks: np.ndarray
-    wanted: int
+    wanted: np.ndarray
     arriving: int
     tokens: np.ndarray
     places: np.ndarray | None = None
 
 
-def plan_part(selected: np.ndarray, part: Extent, layer: int, max_gap: int) -> PartPlan:
+def plan_part(
+    selected: np.ndarray,
+    part: Extent,
+    layer: int,
+    max_gap: int,
+    without: np.ndarray | None = None,
+) -> PartPlan:
     """Plan the chunks of one part in one layer.
 
     Parameters
@@ -138,6 +144,8 @@ def plan_part(selected: np.ndarray, part: Extent, layer: int, max_gap: int) -> P
         int64, absolute positions of any parts, in any order, repeats allowed.
     max_gap
         Chunks that may be read beside those wanted, to save a request.
+    without
+        bool [chunks], chunks that come by another way and are not planned.
     """
     size, stored = part.chunk_tokens, part.rows(layer)
     own = selected - part.start
@@ -145,19 +153,27 @@ def plan_part(selected: np.ndarray, part: Extent, layer: int, max_gap: int) -> P
         own = own[(own >= 0) & (own < part.used)]
     held = np.zeros(-(-part.stored // size), dtype=bool)
     held[(own if stored is None else stored[own]) // size] = True
-    chunks = np.flatnonzero(held)
-    wanted = len(chunks)
+    wanted = held
     if max_gap:
-        chunks = run_chunks(merge_chunks(chunks, max_gap))
-        held[chunks] = True
+        held = held.copy()
+        held[run_chunks(merge_chunks(np.flatnonzero(held), max_gap))] = True
+    if without is not None:
+        held = held & ~without
+    return plan_chunks(part, layer, held)._replace(wanted=wanted)
+
+
+def plan_chunks(part: Extent, layer: int, held: np.ndarray) -> PartPlan:
+    """Plan given chunks of one part, bool [chunks]; all of them count as wanted."""
+    size, stored = part.chunk_tokens, part.rows(layer)
+    chunks = np.flatnonzero(held)
     # The last chunk may go on past the tokens that this query uses, or that the node has.
     rows = np.flatnonzero(np.repeat(held, size)[: part.stored])
     if stored is None:
-        return PartPlan(chunks, wanted, len(rows), rows + part.start)
+        return PartPlan(chunks, held, len(rows), rows + part.start)
     token = np.empty(len(stored), dtype=np.int64)
     token[stored] = np.arange(len(stored))
     tokens = token[rows]
     if part.used == part.stored:
-        return PartPlan(chunks, wanted, len(rows), tokens + part.start)
+        return PartPlan(chunks, held, len(rows), tokens + part.start)
     places = np.flatnonzero(tokens < part.used)
-    return PartPlan(chunks, wanted, len(rows), tokens[places] + part.start, places)
+    return PartPlan(chunks, held, len(rows), tokens[places] + part.start, places)

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 import torch
 
 from store.disk.io import Arena
 from store.types import KVShape
-
-log = logging.getLogger(__name__)
 
 
 class TierMemory:
@@ -56,14 +52,6 @@ class TierMemory:
         else:
             self._device = torch.empty(dims, dtype=shape.torch_dtype, device=device)
         self._host = _arena_rows(shape, (device_slots + host_slots) * chunk_tokens - dims[0])
-        self._pinned = device.type == "cuda" and not joined and _pin(self._host)
-
-    def close(self) -> None:
-        """Let go of pinned memory; nothing may be copied afterwards."""
-        if self._pinned:
-            torch.cuda.synchronize()
-            _cuda().cudaHostUnregister(self._host.data_ptr())
-            self._pinned = False
 
     def to_host(
         self, places: np.ndarray, target: torch.Tensor, at: np.ndarray | None = None
@@ -134,22 +122,6 @@ def _arena_rows(shape: KVShape, rows: int) -> torch.Tensor:
     """Host memory [rows, kv_heads, head_dim]; its pages are taken when they are first written."""
     flat = torch.from_numpy(Arena(rows * shape.row_bytes).array).view(shape.torch_dtype)
     return flat.view(rows, shape.num_kv_heads, shape.head_dim)
-
-
-def _cuda() -> Any:
-    """The CUDA runtime."""
-    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
-
-
-def _pin(rows: torch.Tensor) -> bool:
-    """Register host memory with CUDA; False, and slower copies, where it refuses."""
-    if rows.numel() == 0:
-        return False
-    size = rows.numel() * rows.element_size()
-    error = int(_cuda().cudaHostRegister(rows.data_ptr(), size, 0))
-    if error:
-        log.warning("CUDA error %d: could not pin %d bytes; copies are slower", error, size)
-    return error == 0
 
 
 def _index(rows: np.ndarray, device: torch.device) -> torch.Tensor:

@@ -224,6 +224,10 @@ def test_wrong_usage_is_one_line_before_a_model_is_loaded(
         (("--attend", "everything"), "attend 'everything'"),
         (("--sketch-bits", "3"), "3 bits"),
         (("--history", "-1"), "--history -1"),
+        (
+            ("--history", "0", "--order", "original,importance"),
+            "history 0 leaves none; give --history",
+        ),
         (("--history-from", "all"), "'all' is not one of 'others', 'same'"),
         (("--rows", "some"), "rows 'some' is not known; use one or more of auto, all, sampled"),
         (("--rows", ","), "--rows ',' names nothing"),

@@ -129,6 +129,22 @@ def test_the_table_shows_each_cache_and_the_lines_what_was_assumed(run: Run, tra
     for text in ("9 of 14 blocks", "2 of 30 layers", "23.0 kB per token", "17 % of the matched KV"):
         assert text in done.out
     assert "importance zipf, retention 25 %" in done.out
+    assert "a last block that is filled in part counts as a full one" in done.out
+    assert "order importance: rows lie by the weights that requests draw by" in done.out
+    original = run("bench", "trace", trace, *SMALL, "--order", "original")
+    assert "order importance" not in original.out
+
+
+def test_a_half_life_that_no_policy_has_gets_a_note_and_is_not_shown(run: Run, trace: Path) -> None:
+    given = ("bench", "trace", trace, *SMALL, "--half-life", "300", "--json", "--policies")
+    done = run(*given, "lru,lfu")
+    assert done.err == "note: half-life has no effect with policies lru, lfu\n"
+    assert done.json["half_life"] is None
+    assert done.json["rows"] == run(*given[:-4], "--json", "--policies", "lru,lfu").json["rows"]
+    aged = run(*given, "lru,score")
+    assert (aged.err, aged.json["half_life"]) == ("", 300.0)
+    bad = run("bench", "trace", trace, *SMALL, "--half-life", "-1", "--policies", "lru")
+    assert bad.code == 2
 
 
 def test_measured_importance_comes_from_a_store(run: Run, trace: Path, store: Path) -> None:

@@ -7,6 +7,10 @@ from typing import Any
 
 import pytest
 
+from pipelines.systems import SYSTEMS, TOGGLES
+from pipelines.ttft_values import DEFAULT_SYSTEMS
+from store.engine import PrefixStore
+from store.errors import ModelLoadError
 from tests.cli.conftest import MODEL, Run
 
 SMALL = (
@@ -54,6 +58,19 @@ def test_it_prints_the_documented_object_and_leaves_nothing(
     assert by_name["impress"]["budgets"] == by_name["as-like"]["budgets"] == value["budget"]
     assert by_name["recompute"]["budgets"] is by_name["recompute"]["hit"].get("disk") is None
     assert by_name["diy"]["disk"] == "page cache, emulated"
+    names = ("evidence", "attend", "ahead", "policy", "half_life")
+    assert {name: [row[key] for key in names] for name, row in by_name.items()} == {
+        "recompute": [None] * 5,
+        "as-like": [None, None, None, "lru", None],
+        "as-h2o-lru": ["full", "selected", False, "lru", None],
+        "as-h2o-lfu": ["full", "selected", False, "lfu", None],
+        "impress-paper": ["heads", "selected", False, "score", None],
+        "impress": ["auto", "loaded", SYSTEMS["impress"].ahead, "score", None],
+        "diy": [None] * 5,
+    }
+    assert set(by_name["impress"]["important"]) == {"device", "host", "disk"}
+    assert sum(by_name["impress"]["important"].values()) == pytest.approx(1.0)
+    assert by_name["recompute"]["important"] == {}
     assert value["environment"]["emulation"]["disk_bandwidth_bytes_s"] == 50e6
     assert (value["seed"], value["requests"], value["retention"]) == (3, 4, 0.25)
     assert [prefix["tokens"] for prefix in value["prefixes"]] == [200, 200]
@@ -96,12 +113,75 @@ def test_stores_can_be_kept_and_used_again(run: Run, documents: Path, tmp_path: 
     given = ("--documents", documents, "--model", MODEL, *SMALL, "--systems", "as-like,diy")
     for _ in range(2):
         assert run("bench", "ttft", *given, "--keep", kept).code == 0
-        assert sorted(path.name for path in kept.iterdir()) == ["diy", "original-64-none"]
+        names = sorted(path.name for path in kept.iterdir())
+        assert names == ["bench-ttft.json", "diy", "original-64-none"]
     other = run(
         "bench", "ttft", *given[:2], "--model", "random:tiny-mha", *given[4:], "--keep", kept
     )
-    assert (other.code, other.out) == (1, "")
-    assert "num_kv_heads" in other.err
+    assert (other.code, other.out) == (2, "")
+    assert f"--keep {kept} holds the KV of another model; give another folder" in other.err
+
+
+def test_help_lists_every_system_and_every_toggle(run: Run) -> None:
+    words = run("bench", "ttft", "--help").out.replace(",", " ").replace(".", " ").split()
+    wanted = {*DEFAULT_SYSTEMS, *(f"+{toggle}" for toggle in TOGGLES)}
+    assert wanted - set(words) == set()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("--popularity", "uniform", "--zipf", 2), "zipf has no effect with popularity uniform"),
+        (("--queries", "{file}", "--query-tokens", 9), "query-tokens has no effect with questions"),
+        (("--recompute-sample", 8), "recompute-sample has no effect without the system recompute"),
+    ],
+)
+def test_an_option_without_effect_gets_a_note_where_it_was_given(
+    run: Run, documents: Path, tmp_path: Path, arguments: Any, says: str
+) -> None:
+    (tmp_path / "questions.jsonl").write_text('{"prompt": "Who?"}\n{"prompt": "Why?"}\n')
+    asked = [str(text).format(file=tmp_path / "questions.jsonl") for text in arguments]
+    given = ("--documents", documents, "--model", MODEL, "--prefix-tokens", 200, "--prefixes", 2)
+    few = ("--requests", 1, "--warm-up", 0, "--systems", "as-like")
+    done = run("bench", "ttft", *given, *few, *asked)
+    assert done.code == 0
+    notes = [line for line in done.err.splitlines() if "has no effect" in line]
+    assert len(notes) == 1
+    assert notes[0].startswith(f"note: {says}")
+    assert "has no effect" not in run("bench", "ttft", *given, *few, *asked[:-2]).err
+
+
+def test_text_names_a_slower_disk_and_reads_through_the_page_cache(
+    run: Run, documents: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = ("--documents", documents, "--model", MODEL, *SMALL, "--systems", "as-like,diy")
+    slow = ("--disk-bandwidth", "50MB/s", "--disk-latency", "20us")
+    monkeypatch.setattr(PrefixStore, "io_note", lambda self: None)
+    plain = run("bench", "ttft", *given)
+    assert "emulated" not in plain.out
+    assert "O_DIRECT" not in plain.out
+    monkeypatch.setattr(PrefixStore, "io_note", lambda self: "no direct I/O")
+    done = run("bench", "ttft", *given, *slow)
+    assert "a slower disk is emulated: 50.0 MB/s, 0.02 ms per read" in done.out
+    assert "O_DIRECT does not work on this file system: as-like read through the page" in done.out
+
+
+def test_a_file_system_in_memory_is_said_once_and_before_anything_is_measured(
+    run: Run, documents: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = ("--documents", documents, "--model", MODEL, *SMALL, "--systems", "as-like", "--json")
+    monkeypatch.setattr("pipelines.ttft_stores.file_system", lambda folder: "tmpfs")
+    done = run("bench", "ttft", *given)
+    assert done.err.count("is on a file system in memory") == 1
+    assert "is on a file system in memory" in done.json["warnings"][0]
+
+    def load(*_: object, **__: object) -> None:
+        raise ModelLoadError("stop here")
+
+    monkeypatch.setattr("pipelines.models.load_model", load)
+    stopped = run("bench", "ttft", *given)
+    assert "is on a file system in memory" in stopped.err
+    assert "stop here" in stopped.err
 
 
 @pytest.mark.parametrize(

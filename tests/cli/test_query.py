@@ -117,7 +117,7 @@ def test_auto_takes_the_sketch_and_a_store_without_one_says_how_to_add_it(
     assert "reorder" not in with_sketch.err
     named = run(*ask, bare, "--retention", "0.25", "--evidence", "sketch")
     assert (named.code, named.out) == (2, "")
-    assert "impress reorder --probe sketch" in named.err
+    assert f"'impress reorder --store {bare} --probe sketch'" in named.err
 
 
 def test_at_retention_1_no_layer_chooses_and_options_without_effect_get_one_note(
@@ -231,7 +231,9 @@ def test_a_system_sets_what_was_left_open(run: Run, built: Path) -> None:
     assert paper.json["system"] == "as-h2o-lfu"
     assert paper.json["sparse"]["evidence"] == "full"
     assert paper.json["sparse"]["attend"] == "selected"
-    assert "as-h2o-lfu is defined on chunks of 64 tokens, and this store has 16" in paper.err
+    assert "as-h2o-lfu is defined on chunks of 64 tokens in original order" in paper.err
+    sparse = run(*ask, "--system", "as-h2o-lfu")
+    assert "retention 1.0: as-h2o-lfu loads everything; set one below 1" in sparse.err
     mixed = run(*ask, "--system", "as-h2o-lfu", "--retention", "0.25", "--attend", "loaded")
     assert mixed.json["sparse"]["attend"] == "loaded"
     full = run(*ask, "--system", "as-like")
@@ -241,12 +243,24 @@ def test_a_system_sets_what_was_left_open(run: Run, built: Path) -> None:
     assert "defined on" not in run(*ask, "--system", "impress", "--retention", "0.25").err
 
 
+def test_what_was_typed_outlives_the_system_that_it_was_typed_with(run: Run, built: Path) -> None:
+    typed = "/system impress\nwho?\n/system as-like\n/retention 1.0\n/system as-like\nwho?\n/quit\n"
+    ask = ("query", "--prefix", "keepers", "--store", built, *SHORT, "--json")
+    done = run(*ask, "--system", "as-h2o-lfu", "--retention", "0.25", stdin=typed)
+    first, second = (json.loads(line) for line in done.out.splitlines())
+    assert (first["system"], first["sparse"]["evidence"]) == ("impress", "auto")
+    assert first["sparse"]["attend"] == "loaded"
+    assert "--retention 0.25 has no effect with system as-like" in done.err
+    assert (second["system"], second["retention"]) == ("as-like", 1.0)
+
+
 @pytest.mark.parametrize(
     ("options", "says"),
     [
         (("--system", "vllm"), "system 'vllm' is not known; use one of recompute, as-like"),
         (("--system", "as-like", "--retention", "0.5"), "--retention 0.5 has no effect"),
         (("--system", "recompute", "--plan", "force-load"), "leave out --plan"),
+        (("--host-budget", "0x"), "--host-budget '0x' is not a size"),
     ],
 )
 def test_a_system_that_can_not_be_is_refused(options, says: str, run: Run, built: Path) -> None:

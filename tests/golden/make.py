@@ -13,13 +13,20 @@ from typing import Any
 
 from store.info import FORMAT_VERSION
 from store.probes import ProbeSettings
-from tests.helpers import ask, ids_of, new_store, put
+from tests.helpers import ask, ids_of, new_store, put, shuffle
 from tests.tiny import make_tiny
 
 HERE = Path(__file__).parent
 
 
-def make(name: str, *, codec: str = "none", dtype: str = "float32", probes: bool = False) -> None:
+def make(
+    name: str,
+    *,
+    codec: str = "none",
+    dtype: str = "float32",
+    probes: bool = False,
+    reordered: bool = False,
+) -> None:
     """One store of two prefixes that share a beginning."""
     path = HERE / f"format-{FORMAT_VERSION}-{name}"
     if path.exists():
@@ -32,6 +39,8 @@ def make(name: str, *, codec: str = "none", dtype: str = "float32", probes: bool
             store.set_probes(ProbeSettings(2, ((0,), (1,), (0,))))
         put(store, model, first, "first")
         put(store, model, second, "second")
+        if reordered:
+            shuffle(store)
         given = ask(store, model, second, ids_of(5, seed=1))
         store.gc()
     expected = {"logits": [float(x) for x in given.logits[:8]]}
@@ -49,6 +58,7 @@ STORES: dict[str, dict[str, Any]] = {
     "lz4": {"codec": "lz4"},
     "bfloat16": {"dtype": "bfloat16"},
     "probes": {"probes": True},
+    "reordered": {"probes": True, "reordered": True},
 }
 
 if __name__ == "__main__":

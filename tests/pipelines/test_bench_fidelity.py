@@ -183,7 +183,9 @@ def test_an_order_changes_which_chunks_are_touched_and_nothing_that_is_computed(
 def test_a_stored_prefix_says_which_order_it_is_in(model: LoadedModel, tmp_path: Path):
     with new_store(tmp_path / "kv", model) as store:
         compute_and_store(store, model, ids_of(150), "p")
-        options = options_of({"query_tokens": 8}, evidence=("full",), retention=(0.2,))
+        options = options_of(
+            {"query_tokens": 8, "history": 0}, evidence=("full",), retention=(0.2,)
+        )
         rows = [bench_stored(model, options, store).rows]
         shuffle(store)
         rows.append(bench_stored(model, options, store).rows)
@@ -254,6 +256,38 @@ def test_documents_without_room_for_a_history_leave_static_out(model: LoadedMode
         "a: 0 of 3 history queries, it has no more",
         "a: static was left out, no earlier query is known",
     ]
+
+
+def test_prefixes_without_a_history_are_left_out_of_the_order_that_is_by_it(
+    model: LoadedModel, tmp_path: Path
+):
+    for name, size in (("a", PREFIX + 3 * QUERY), ("b", PREFIX + QUERY)):
+        (tmp_path / f"{name}.txt").write_text(
+            (f"{name} sees pier 7. " * 20)[:size], encoding="utf-8"
+        )
+    options = options_of(
+        {"history_from": "same"},
+        evidence=("full", "static"),
+        attend=("loaded",),
+        retention=(0.2,),
+        order=("original", "importance"),
+    )
+    events: list[ProgressEvent] = []
+    made = bench_documents(model, options, tmp_path, tmp_path, events.append)
+    names = {
+        (row.evidence, row.order): [pair.prefix for pair in row.pairs] for row in made.rows[1:]
+    }
+    assert names == {
+        ("full", "original"): ["a", "b"],
+        ("static", "original"): ["a"],
+        ("full", "importance"): ["a"],
+        ("static", "importance"): ["a"],
+    }
+    assert made.warnings[-2:] == [
+        "b: static was left out, no earlier query is known",
+        "b: order importance was left out, no earlier query is known",
+    ]
+    assert events[-1].done == events[-1].total == 5
 
 
 def test_static_learns_from_other_documents_or_from_the_same(
@@ -406,6 +440,10 @@ def test_a_folder_that_cannot_hold_the_stores_is_named(
         ({"retention": (0.0,)}, "retention 0"),
         ({"sketch_bits": (3,)}, "3 bits"),
         ({"chunk_tokens": (8,)}, "chunks of 8 tokens"),
+        (
+            {"cases": {"history": 0}, "order": ("original", "importance")},
+            "order importance is by what earlier queries found, and history 0 leaves none",
+        ),
     ],
 )
 def test_unknown_values_are_named(values: dict[str, Any], says: str):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ import torch
 from pipelines.bench_ttft import bench_ttft, layouts_of
 from pipelines.diy import answer_diy
 from pipelines.models import LoadedModel
-from pipelines.progress import ProgressEvent
+from pipelines.progress import ProgressEvent, silent
 from pipelines.systems import SYSTEMS
 from pipelines.ttft_rows import (
     mean_of,
@@ -24,7 +26,7 @@ from pipelines.ttft_rows import (
     ttft_figures,
 )
 from pipelines.ttft_runners import DiyRunner, EngineRunner
-from pipelines.ttft_stores import TtftStores
+from pipelines.ttft_stores import TtftStores, bench_folder
 from pipelines.ttft_values import (
     DEFAULT_SYSTEMS,
     OTHERS,
@@ -32,6 +34,7 @@ from pipelines.ttft_values import (
     QUESTION,
     Budget,
     Layout,
+    Query,
     Sample,
     TtftOptions,
     TtftPrefix,
@@ -39,11 +42,13 @@ from pipelines.ttft_values import (
     TtftRow,
     Workload,
 )
-from pipelines.ttft_workload import HISTORY, make_workload
+from pipelines.ttft_workload import HISTORY, make_workload, turns
 from store.disk.io import IOOptions, Throttle
 from store.engine import PrefixStore
 from store.errors import InvalidValueError, PromptError, SourceError, StoreFullError
+from store.recorder import RunRecorder
 from store.run_maker import MemoryOptions
+from store.sparse import SparseFetch
 from tests.helpers import ids_of
 from tests.tiny import make_tiny
 
@@ -126,18 +131,35 @@ def test_every_system_answers_every_request_but_recompute(report: TtftReport):
             assert sum(sample.stages_s.values()) == pytest.approx(sample.ttft_s)
 
 
-def test_each_request_begins_with_another_system(report: TtftReport):
+def test_each_request_is_answered_in_an_order_of_its_own(report: TtftReport):
+    orders = []
     for request in range(10):
-        turns = {
+        place = {
             sample.turn: row.system
             for row in report.rows
             for sample in row.samples
             if sample.request == request
         }
-        order = [turns[turn] for turn in range(len(turns))]
         asked = [n for n in SYSTEMS_HERE if n != "recompute" or request in (0, 9)]
-        first = request % len(asked)
-        assert order == asked[first:] + asked[:first]
+        orders.append([place[turn] for turn in range(len(place))])
+        assert orders[-1] == [asked[number] for number in turns(1, request, len(asked))]
+    assert len({tuple(order) for order in orders}) == 10
+
+
+def test_every_system_takes_every_place_and_follows_every_other_equally_often():
+    drawn = [turns(1, request, 6) for request in range(3000)]
+    places = np.array([np.bincount(column, minlength=6) for column in np.array(drawn).T])
+    follows = np.zeros((6, 6))
+    for order in drawn:
+        assert sorted(order) == list(range(6))
+        for one, other in pairwise(order):
+            follows[one, other] += 1
+    # 500 each, if a little more or less by chance (standard deviation about 20).
+    assert np.abs(places - 500).max() < 100
+    assert np.abs(follows[~np.eye(6, dtype=bool)] - 500).max() < 100
+    assert drawn == [turns(1, request, 6) for request in range(3000)]
+    assert drawn != [turns(2, request, 6) for request in range(3000)]
+    assert turns(1, 0, 0) == []
 
 
 def test_every_system_has_the_same_memory_and_its_own_store(
@@ -162,6 +184,7 @@ def test_every_system_has_the_same_memory_and_its_own_store(
 
 def test_systems_of_the_same_layout_share_a_store_on_disk(report: TtftReport, kept: Path):
     assert sorted(path.name for path in kept.iterdir()) == [
+        "bench-ttft.json",
         "diy",
         "importance-16-sketch",
         "importance-64-heads",
@@ -176,9 +199,7 @@ def test_systems_of_the_same_layout_share_a_store_on_disk(report: TtftReport, ke
 def test_only_layouts_by_importance_are_reordered_and_nobody_s_statistics_change(
     report: TtftReport, model: LoadedModel, kept: Path
 ):
-    for path in kept.iterdir():
-        if path.name == "diy":
-            continue
+    for path in kept.glob("*-*-*"):
         assert not (path / "stats").exists()
         with PrefixStore.open(path, identity=model.identity) as store:
             orders = [store.order(node.node_id) for node in store.nodes()]
@@ -219,6 +240,11 @@ def test_bytes_hit_and_fallback_tell_systems_apart(report: TtftReport):
         assert hit["device"] > 0
         assert hit["host"] > 0
         assert 0 < sum(one.important_hit or 0 for one in samples) / len(samples) < 1
+        for one in samples:
+            assert sum(one.important.values()) == pytest.approx(1.0)
+            assert one.important_hit == pytest.approx(1.0 - one.important["disk"])
+    assert means_of(like.samples, "important") == means_of(like.samples, "hit")
+    assert means_of(row_of(report, "recompute").samples, "important") == {}
     # One of two KV heads is probed: half of the keys, and nobody to agree with.
     paper = row_of(report, "impress-paper").samples
     assert mean_of(paper, "probe_ratio") == pytest.approx(1 / 4, rel=0.02)
@@ -240,6 +266,77 @@ def test_what_was_kept_is_used_again(
     assert files() == before
     assert [row.samples[0].kl for row in again.rows] == pytest.approx([0.0, 0.0], abs=1e-9)
     assert "history" not in {event.task for event in events}
+
+
+def test_what_another_run_kept_is_refused_before_anything_is_added(
+    report: TtftReport, model: LoadedModel, documents: Path, kept: Path
+):
+    before = sorted(kept.rglob("*"))
+    for values, says in (
+        ({"systems": ("as-like@32",), "prefixes": 2}, "other prefixes"),
+        ({"systems": ("as-like@32",), "prefix_tokens": PREFIX - 1}, "other prefixes"),
+        ({"systems": ("impress@32",), "seed": 2}, "other queries"),
+        ({"systems": ("impress@32",), "retention": 0.3}, "other queries"),
+    ):
+        with pytest.raises(InvalidValueError, match=f"{says}.* give another folder, or delete"):
+            bench_ttft(model, options_of(**values), documents, kept, keep=True)
+    assert sorted(kept.rglob("*")) == before
+
+
+def test_nodes_in_order_are_counted_whether_or_not_they_were_rewritten_now(
+    model: LoadedModel, documents: Path, tmp_path: Path
+):
+    options = options_of(systems=("impress",), requests=2, warm_up=1)
+    notes = [bench_ttft(model, options, documents, tmp_path, keep=True).notes for _ in range(2)]
+    counted = [note for note in notes[0] if "nodes lie in order of importance" in note]
+    assert int(counted[0].split()[0]) >= 3
+    assert notes[0] == notes[1]
+
+
+def test_each_kind_of_store_learns_its_order_by_its_own_evidence(
+    model: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    used: list[str] = []
+    really = RunRecorder.add
+
+    def spy(self: RunRecorder, fetch: SparseFetch) -> None:
+        used.append(fetch.reports[0].evidence)
+        really(self, fetch)
+
+    monkeypatch.setattr(RunRecorder, "add", spy)
+    asked = tuple(Query(ids_of(20, seed=n), OWN) for n in range(4))
+    prefixes = (TtftPrefix("p", ids_of(PREFIX, seed=9), asked),)
+    layouts = [
+        Layout(16, probe, order)
+        for order in ("original", "importance")
+        for probe in ("none", "heads", "sketch")
+    ]
+    stores = TtftStores(model, [*layouts, Layout(64, "heads", "importance")], tmp_path, diy=False)
+    stores.fill(prefixes, silent)
+    assert stores.reorder(Workload(prefixes, (), ()), 0.25, silent) == 4
+    assert {name: used.count(name) for name in used} == {"full": 4, "heads": 4, "sketch": 4}
+    orders = []
+    for layout in (*layouts, Layout(64, "heads", "importance")):
+        with stores.open(layout) as store:
+            (node,) = store.nodes()
+            orders.append(store.order(node.node_id))
+    assert orders[:3] == [None] * 3
+    full, heads, sketch, coarse = orders[3:]
+    assert np.array_equal(heads, coarse)
+    assert not np.array_equal(heads, full)
+    assert not np.array_equal(sketch, full)
+    again = stores.reorder(Workload(prefixes, (), ()), 0.25, silent)
+    assert again == 4
+    with stores.open(layouts[4]) as store:
+        assert np.array_equal(store.order(node.node_id), heads), "an order changes nothing learnt"
+
+
+def test_what_a_killed_run_left_half_written_is_removed(model: LoadedModel, tmp_path: Path):
+    (tmp_path / "diy").mkdir()
+    (tmp_path / "diy" / "x.tmp").write_bytes(b"part")
+    (tmp_path / "diy" / "x.safetensors").write_bytes(b"whole")
+    TtftStores(model, [Layout(64, "none", "original")], tmp_path, diy=True)
+    assert [path.name for path in (tmp_path / "diy").iterdir()] == ["x.safetensors"]
 
 
 def test_temporary_stores_are_gone_and_progress_covers_every_phase(
@@ -325,6 +422,18 @@ def test_a_slower_disk_is_emulated_for_the_file_too(tmp_path: Path):
     assert torch.equal(plain.logits, emulated.logits)
     io = IOOptions(bandwidth_bytes_s=1e9)
     assert DiyRunner(stores, model, io).disk == "page cache, emulated"
+
+
+def test_a_latency_that_systems_do_not_pay_alike_is_said(
+    model: LoadedModel, documents: Path, tmp_path: Path
+):
+    for latency_s in (0.0, 1e-6):
+        io = IOOptions(latency_s=latency_s)
+        options = options_of(systems=("diy", "as-like"), requests=1, warm_up=0, io=io)
+        notes = bench_ttft(model, options, documents, tmp_path).notes
+        assert any("latency counts once per file for diy" in note for note in notes) == (
+            latency_s > 0
+        )
 
 
 def queries_of(workload: Workload) -> tuple[list[tuple[int, bytes]], list[tuple[int, bytes]]]:
@@ -482,6 +591,62 @@ def test_too_little_disk_or_memory_is_said_before_anything_is_computed(
         with pytest.raises(InvalidValueError, match=r"5 systems .* smaller --budget-share"):
             bench_ttft(model, options_of(), documents, folder)
     assert list(folder.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("order", "diy", "copies"),
+    [("original", False, 1), ("original", True, 2), ("importance", False, 2)],
+)
+def test_room_is_asked_for_what_is_written_and_no_more(
+    model: LoadedModel,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    order: str,
+    diy: bool,
+    copies: int,
+):
+    workload = Workload((TtftPrefix("p", ids_of(PREFIX)),), (), ())
+    need = workload.kv_bytes(model.shape) * copies * 1.3
+    given = (model, [Layout(64, "none", order)], workload, tmp_path)
+    for free in (int(need) - 1, int(need) + 1):
+        monkeypatch.setattr("pipelines.ttft_stores.free_bytes", lambda *_, free=free, **__: free)
+        with contextlib.ExitStack() as stack:
+            if free < need:
+                stack.enter_context(pytest.raises(StoreFullError, match="MB free, of"))
+            stack.enter_context(bench_folder(*given, keep=False, diy=diy))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_is_kept_already_needs_no_more_room(
+    model: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    workload = Workload((TtftPrefix("p", ids_of(PREFIX)),), (), ())
+    monkeypatch.setattr("pipelines.ttft_stores.free_bytes", lambda *_, **__: 0)
+    given = (model, [Layout(64, "none", "original")], workload, tmp_path)
+    size = workload.kv_bytes(model.shape) * 2
+    for name in ("original-16-none", "original-64-none"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "kv").write_bytes(bytes(size))
+    with bench_folder(*given, keep=True, diy=False) as place:
+        assert place == tmp_path
+    (tmp_path / "original-64-none" / "kv").unlink()
+    with pytest.raises(StoreFullError), bench_folder(*given, keep=True, diy=False):
+        pass
+
+
+def test_a_disk_that_fills_up_on_the_way_is_named_with_what_helps(
+    model: LoadedModel, documents: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("pipelines.diy.save_file", full)
+    for keep in (False, True):
+        says = f"ran full; give fewer --prefixes, .* another --{'keep' if keep else 'dir'}"
+        with pytest.raises(StoreFullError, match=says):
+            bench_ttft(model, options_of(systems=("diy",)), documents, tmp_path, keep=keep)
+        assert keep or list(tmp_path.iterdir()) == []
+    assert list((tmp_path / "diy").iterdir()) == []
 
 
 @pytest.mark.parametrize(

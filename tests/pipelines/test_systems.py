@@ -48,10 +48,14 @@ def test_the_toggles_lead_from_the_strongest_baseline_to_the_published_system():
 
 
 def test_the_toggles_and_the_chunk_size_lead_on_to_ours():
-    made = make_system("impress-paper+sketch+loaded@16")
-    assert made == replace(
-        SYSTEMS["impress"], name="impress-paper+sketch+loaded@16", evidence="sketch"
-    )
+    name = "impress-paper+sketch+loaded+ahead@16"
+    assert make_system(name) == replace(SYSTEMS["impress"], name=name, evidence="sketch")
+
+
+def test_policies_can_be_exchanged_and_only_one_of_them_ages():
+    policies = [make_system(f"impress{toggle}") for toggle in ("", "+lfu", "+lru", "+aged")]
+    assert [one.policy for one in policies] == ["score", "lfu", "lru", "score"]
+    assert [one.half_life is None for one in policies] == [True, True, True, False]
 
 
 def test_the_chunk_size_of_any_stored_layout_can_be_chosen():
@@ -66,7 +70,7 @@ def test_the_chunk_size_of_any_stored_layout_can_be_chosen():
         ("impres", r"'impres' is not known; use one of recompute, as-like, .*\+itf, \+reorder"),
         ("", "'' is not known"),
         ("as-like@", "'as-like@' is not known"),
-        ("as-h2o-lfu+fast", "'fast' .* is not known; use one of itf, reorder, score, sketch"),
+        ("as-h2o-lfu+fast", "'fast' .* is not known; use one of itf, reorder, score, lfu"),
         ("recompute+score", "no effect on 'recompute', which uses nothing that is stored"),
         ("as-like+itf", "no effect on 'as-like', which loads everything"),
         ("impress+score", "changes nothing"),
@@ -83,7 +87,7 @@ def test_what_is_not_known_or_has_no_effect_is_named(text: str, says: str):
 def test_options_take_the_rest_from_a_base():
     base = SparseOptions(alpha=1.5, sets="per-head", rows="all", retention=0.9, seed=4)
     given = SYSTEMS["impress-paper"].options(0.25, base)
-    expected = replace(base, retention=0.25, evidence="heads", attend="selected")
+    expected = replace(base, retention=0.25, evidence="heads", attend="selected", ahead=False)
     assert given == expected
     assert SYSTEMS["impress"].options(0.5) == SparseOptions(retention=0.5)
 
@@ -95,5 +99,5 @@ def test_systems_that_load_everything_know_no_retention():
 
 def test_every_toggle_changes_some_system():
     for name in TOGGLES:
-        base = "as-h2o-lfu"
+        base = "as-h2o-lru" if name == "lfu" else "as-h2o-lfu"
         assert make_system(f"{base}+{name}") != replace(SYSTEMS[base], name=f"{base}+{name}")

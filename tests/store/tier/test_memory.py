@@ -119,7 +119,6 @@ def test_nothing_is_a_request_too(memory):
     memory.move(none, none)
     memory.put(none, full(), none)
     same(read(memory, none), blank())
-    memory.close()
 
 
 def test_a_target_that_is_no_block_of_memory_is_refused_rather_than_missed(memory):

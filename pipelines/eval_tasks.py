@@ -1,0 +1,278 @@
+"""Tasks to evaluate: documents and requests of lm-eval tasks behind one fixed few-shot prefix.
+
+Owns which shots go before every document, what lm-eval then asks, and lm-eval's metrics of the
+answers. Prefixes are `sources.fewshot`'s, loading of tasks `sources.lmtasks`'. It runs no model.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from pipelines.eval_metrics import MetricValues, metrics_of
+from pipelines.eval_values import EvalOptions, Scored
+from pipelines.progress import Progress, ProgressEvent
+from pipelines.sources.fewshot import (
+    FewshotSource,
+    _contexts,
+    _same_shots,
+    _shared_end,
+    fewshot_pool,
+    shot_order,
+)
+from pipelines.sources.lmtasks import load_task, task_errors
+from pipelines.text import encode_text
+from store.errors import PromptError, SourceError
+from store.index.ids import ids_digest
+
+if TYPE_CHECKING:
+    from pipelines.models import LoadedModel
+
+#: Questions that decide the order of a prefix's rows.
+ORDER_QUESTIONS = 12
+_TYPES = ("multiple_choice", "loglikelihood", "generate_until")
+#: Documents that are looked at to find whether all fit.
+_LONGEST = 4
+#: Room that encodings of a question may take more behind the shots than by itself.
+_SEAM_TOKENS = 4
+
+
+class EvalTask:
+    """One task with its prefix.
+
+    Attributes
+    ----------
+    name, split
+        As lm-eval has them; the split is that of the documents.
+    prefix
+        What all requests begin with.
+    count, documents
+        Documents to answer, of so many in the split.
+    warnings
+        What is not as asked for.
+    """
+
+    def __init__(self, name: str, model: LoadedModel, options: EvalOptions) -> None:
+        self.name, self._model, self._data_dir = name, model, options.data_dir
+        source = FewshotSource(
+            name,
+            shots=options.num_fewshot,
+            max_tokens=options.max_prefix_tokens,
+            data_dir=options.data_dir,
+            include_path=options.include_path,
+        )
+        [self.prefix] = source.items(model.tokenizer, model.prefix_limit)
+        self.warnings = list(source.warnings)
+        self._task = load_task(name, data_dir=options.data_dir, include_path=options.include_path)
+        _require_usable(name, self._task)
+        with self._errors():
+            self._docs = list(self._task.eval_docs)
+            self._pool = list(fewshot_pool(self._task))
+            self._head, self._cut = self._seam()
+        config = self._task.config
+        self.split = str(
+            config.test_split if self._task.has_test_docs() else config.validation_split
+        )
+        self.documents = len(self._docs)
+        self.count = min(self.documents, options.limit or self.documents)
+        self._check_room()
+        self._check_shots()
+
+    @property
+    def shots(self) -> int:
+        """Whole shots in the prefix."""
+        return int(self.prefix.source["shots"])
+
+    @property
+    def prefix_digest(self) -> str:
+        """Digest of the prefix's token ids."""
+        return ids_digest(self.prefix.ids)
+
+    def _errors(self) -> Any:
+        return task_errors(self.name, self._data_dir)
+
+    def _seam(self) -> tuple[str, int]:
+        """Text of the shots, and where in a document's own text what follows them begins.
+
+        The source of the prefix has seen to it that they are the same for all documents.
+        """
+        chosen = [self._pool[i] for i in shot_order(len(self._pool), 0, 0)[: self.shots]]
+        self._task.sampler = _same_shots(chosen)
+        whole = _contexts(self._task, self._docs[0], len(chosen))[0]
+        bare = _contexts(self._task, self._docs[0], 0)[0]
+        shared = _shared_end(whole, bare)
+        return whole[: len(whole) - shared], len(bare) - shared
+
+    def requests(self, number: int, *, alone: bool = False) -> list[Any]:
+        """lm-eval's requests (`Instance`) of a document, behind the shots or ``alone``."""
+        with self._errors():
+            return self._instances(number, alone=alone)
+
+    def _instances(self, number: int, *, alone: bool) -> list[Any]:
+        doc = self._docs[number]
+        contexts = _contexts(self._task, doc, 0)
+        if not alone:
+            contexts = [self._head + text[self._cut :] for text in contexts]
+        made = self._task.construct_requests(
+            doc=doc,
+            ctx=contexts[0] if len(contexts) == 1 else contexts,
+            metadata=(self.name, number, 1),
+        )
+        return made if isinstance(made, list) else [made]
+
+    def order_questions(self) -> list[np.ndarray]:
+        """Questions that are asked to order the prefix's rows: whole token ids, uint32 each.
+
+        They are the first documents of the pool behind the shots; none of them is evaluated,
+        whatever the limit.
+        """
+        with self._errors():
+            evaluated = {_text_of(doc) for doc in self._docs}
+            others = (doc for doc in self._pool[self.shots :] if _text_of(doc) not in evaluated)
+            texts = [
+                self._head + _contexts(self._task, doc, 0)[0][self._cut :]
+                for doc, _ in zip(others, range(ORDER_QUESTIONS), strict=False)
+            ]
+        whole = [encode_text(self._model.tokenizer, text, special=True) for text in texts]
+        return [
+            ids for ids in whole if len(self.prefix.ids) < len(ids) <= self._model.max_positions
+        ]
+
+    def _check_room(self) -> None:
+        """Raise `PromptError` where the longest document does not fit behind the prefix."""
+        with self._errors():
+            # Writing requests takes long; the longest document has the longest request, or nearly.
+            numbers = sorted(range(self.count), key=lambda i: len(_text_of(self._docs[i])))
+            texts = (
+                "".join(part for part in request.args if isinstance(part, str))
+                for number in numbers[-_LONGEST:]
+                for request in self._instances(number, alone=True)
+            )
+            longest = max(texts, key=len)
+        tokens = len(encode_text(self._model.tokenizer, longest, special=True))
+        total, limit = len(self.prefix.ids) + tokens, self._model.max_positions
+        if total + _SEAM_TOKENS > limit:
+            raise PromptError(
+                f"task {self.name!r} has a document of {tokens} tokens, which does not fit behind "
+                f"a prefix of {len(self.prefix.ids)}: the model has {limit} positions; give a "
+                "smaller --max-prefix-tokens, or fewer shots with --num-fewshot"
+            )
+
+    def _check_shots(self) -> None:
+        shots = {_text_of(doc) for doc in self._pool[: self.shots]}
+        among = sum(_text_of(doc) in shots for doc in self._docs[: self.count])
+        if among:
+            self.warnings.append(
+                f"{self.name}: {among} of the evaluated documents are among the shots, with their "
+                "answers, as the task has no split of its own for shots"
+            )
+
+    def metrics(self, answers: Sequence[Scored]) -> list[MetricValues]:
+        """lm-eval's metrics of some documents' answers."""
+        with self._errors():
+            return metrics_of(self._task, dict(enumerate(self._docs)), answers)
+
+
+def _require_usable(name: str, task: Any) -> None:
+    """Raise `SourceError` for a task that can't be asked behind a prefix, or should not be."""
+    if task.OUTPUT_TYPE not in _TYPES:
+        raise SourceError(
+            f"task {name!r} is of type {task.OUTPUT_TYPE}, which has no question behind a prefix; "
+            f"use one of type {', '.join(_TYPES)}"
+        )
+    if getattr(task, "MULTIMODAL", False):
+        raise SourceError(f"task {name!r} needs images or sound; use a task of text alone")
+    if getattr(task, "UNSAFE_CODE", False):
+        raise SourceError(
+            f"task {name!r} runs code that the model wrote, which is not done here; use another"
+        )
+
+
+def _text_of(doc: dict[str, Any]) -> str:
+    return json.dumps(doc, sort_keys=True, default=str)
+
+
+def request_digest(requests: Sequence[Any]) -> str:
+    """Digest of what lm-eval asks of a document: an answer is only good for the same requests."""
+    text = json.dumps([[one.request_type, one.args] for one in requests], default=str)
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def load_tasks(model: LoadedModel, options: EvalOptions, progress: Progress) -> list[EvalTask]:
+    """The tasks that the options name, each once, members of groups in the groups' order.
+
+    Raises
+    ------
+    SourceError
+        lm-eval is not installed, a name is unknown, or data is missing or of another shape.
+    PromptError
+        A document does not fit.
+    """
+    found: dict[str, EvalTask] = {}
+    for done, name in enumerate(options.tasks):
+        progress(ProgressEvent("tasks", done, len(options.tasks), "tasks", name))
+        for task in _tasks_of(name, model, options):
+            found.setdefault(task.name, task)
+    progress(ProgressEvent("tasks", len(options.tasks), len(options.tasks), "tasks"))
+    return list(found.values())
+
+
+def _tasks_of(name: str, model: LoadedModel, options: EvalOptions) -> list[EvalTask]:
+    """The task of a name, or the members of the group or tag it names."""
+    try:
+        return [EvalTask(name, model, options)]
+    except SourceError:
+        # Indexing all tasks takes many seconds, so that it is left to names of no single task.
+        members = _members(name, options)
+        if not members:
+            raise
+    return [EvalTask(member, model, options) for member in members]
+
+
+def _members(name: str, options: EvalOptions) -> list[str]:
+    """Single tasks of a group or tag; none where the name is another's or nobody's."""
+    if options.data_dir is not None and (options.data_dir / name).is_dir():
+        return []
+    try:
+        from lm_eval.tasks import TaskManager
+    except ImportError:
+        return []
+    with _quiet():
+        include: Path | None = options.include_path
+        manager = TaskManager(include_path=None if include is None else str(include))
+    return _leaves(manager.task_index, name, set())
+
+
+def _leaves(index: Any, name: str, seen: set[str]) -> list[str]:
+    entry = index.get(name)
+    if entry is None or name in seen:
+        return []
+    seen.add(name)
+    kind = entry.kind.name
+    if kind == "TAG":
+        children = sorted(entry.tags)
+    elif kind == "GROUP":
+        listed = (entry.cfg or {}).get("task") or []
+        children = [one if isinstance(one, str) else str(one.get("task")) for one in listed]
+    else:
+        return [name] if len(seen) > 1 else []
+    return [leaf for child in children for leaf in _leaves(index, child, seen)]
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Hold back what lm-eval says about all the tasks that nobody asked for."""
+    logger = logging.getLogger("lm_eval")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
