@@ -191,6 +191,8 @@ class Combination(NamedTuple):
             attend=self.attend,
             sets=self.sets,
             rows=self.rows or shared.rows,
+            # The choice is measured, not what is read beside it in case it is wanted.
+            ahead=False,
             seed=seed,
         )
 

@@ -68,8 +68,13 @@ class System:
         base = base or SparseOptions()
         if not self.sparse:
             return replace(base, retention=1.0)
-        own = {"evidence": self.evidence, "attend": self.attend, "ahead": self.ahead}
-        return replace(base, retention=retention, **own)
+        return replace(
+            base,
+            retention=retention,
+            evidence=self.evidence,
+            attend=self.attend,
+            ahead=self.ahead,
+        )
 
 
 def _system(

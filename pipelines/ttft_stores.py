@@ -220,8 +220,8 @@ class TtftStores:
     def reorder(self, workload: Workload, retention: float, progress: Progress) -> int:
         """Put the stores that are to be in order of importance; returns how many nodes lie in it.
 
-        What is important, earlier queries tell, each store by its own evidence. No store's own
-        statistics are touched, nor looked at.
+        What is important, earlier queries tell, each store by its own evidence. Their statistics
+        then say so, too, as what is read ahead goes by them.
         """
         layouts = [layout for layout in self._paths if layout.order == IMPORTANCE]
         learnt = self._learnt(layouts, workload.prefixes, retention, progress)
@@ -230,6 +230,8 @@ class TtftStores:
             access = learnt[layout.probe]
             with self.open(layout) as store:
                 reorder_store(store, ReorderOptions(min_gain=0.0), progress, access=access)
+                for row in store.nodes():
+                    store.access.adopt(access, row.node_id, row.length)
                 store.gc()
                 ordered += sum(store.order(row.node_id) is not None for row in store.nodes())
         return ordered

@@ -98,6 +98,13 @@ class AccessStats:
         self._put(node_id, known.after(importance, selected, loaded))
         self._trim(write=True)
 
+    def adopt(self, other: AccessStats, node_id: str, length: int) -> None:
+        """Take over what others know of a node, in place of what is known here."""
+        found = other.get(node_id, length)
+        if found is not None:
+            self._put(node_id, found)
+            self._trim(write=True)
+
     def flush(self) -> None:
         """Write the nodes that changed; stops at the first failure and keeps the rest for later."""
         for node_id in sorted(self._dirty):

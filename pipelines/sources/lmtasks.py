@@ -75,7 +75,9 @@ def task_errors(name: str, data_dir: Path | None) -> Iterator[None]:
     except ImpressError:
         raise
     except _DATA_ERRORS as error:
-        hint = "check the rows' fields" if data_dir else "give a folder of data (--data-dir DIR), or check the network"
+        hint = "give a folder of data (--data-dir DIR), or check the network"
+        if data_dir:
+            hint = "check the rows' fields"
         raise SourceError(
             f"task {name!r} can't be built ({type(error).__name__}: {error}); {hint}"
         ) from error

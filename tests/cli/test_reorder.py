@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from impress_cli.units import format_percent
 from tests.cli.conftest import MODEL, Run
 
 
@@ -314,7 +315,7 @@ def test_a_dry_run_shows_each_node_and_writes_nothing(run: Run, store: Path) -> 
     assert "1 node would be put in order of importance" in dry.out
     planned = run(*any_gain, "--dry-run", "--json").json
     assert (planned["dry_run"], planned["rewritten"]) == (True, 1)
-    assert f"{planned['rows'][0]['gain'] * 100:.0f} %" in dry.out
+    assert format_percent(planned["rows"][0]["gain"]) in dry.out
     assert files(store) == before
     done = run(*any_gain, "--json").json
     assert done["rows"] == planned["rows"]

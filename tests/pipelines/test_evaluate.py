@@ -404,7 +404,8 @@ def killed_after(answers: int) -> Callable[[ProgressEvent], None]:
     return progress
 
 
-@pytest.mark.parametrize("answers", [1, 17, 43, 55])
+@pytest.mark.slow
+@pytest.mark.parametrize("answers", [1, 17, 43])
 def test_a_run_that_was_killed_and_resumed_gives_what_an_unbroken_one_does(
     report: EvalReport,
     model: LoadedModel,
@@ -426,6 +427,7 @@ def test_a_run_that_was_killed_and_resumed_gives_what_an_unbroken_one_does(
     assert replace(again, events=()) == replace(resumed, events=())
 
 
+@pytest.mark.slow
 def test_a_run_killed_while_rows_were_put_in_order_puts_them_in_the_same(
     report: EvalReport,
     model: LoadedModel,
@@ -531,6 +533,7 @@ def small_sample(monkeypatch: pytest.MonkeyPatch, tolerance: float) -> None:
     monkeypatch.setattr(pipelines.eval_run, "RECOMPUTE_TOLERANCE", tolerance)
 
 
+@pytest.mark.slow
 def test_a_full_load_answers_for_recomputing_once_a_sample_was_equal(
     report: EvalReport,
     model: LoadedModel,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -87,6 +88,26 @@ def test_scores_behind_a_stored_prefix_are_those_of_lm_evals_own_model(
             assert greedy == same
     assert ours["metrics"] == expected["metrics"]
     assert len(prefix) > 100
+
+
+def test_it_serves_lm_evals_own_entry_point(store: PrefixStore, model: LoadedModel, data_dir: Path):
+    from lm_eval import simple_evaluate
+
+    expected = run_lm_eval(hf_model(model), task_of("copa", data_dir), LIMIT)
+    store_prefix(store, model, "copa", data_dir)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found = simple_evaluate(
+            EngineLM(model, Scorer(store, model)),
+            tasks=[task_of("copa", data_dir)],
+            limit=LIMIT,
+            bootstrap_iters=0,
+        )
+    assert found["results"]["copa"]["acc,none"] == expected["metrics"]["acc,none"]
+    for sample in found["samples"]["copa"]:
+        values = [value for value, _ in numbers(sample)]
+        other = [value for value, _ in numbers(expected["samples"][sample["doc_id"]])]
+        assert values == pytest.approx(other, abs=CLOSE)
 
 
 def test_a_written_answer_is_that_of_lm_evals_own_model(

@@ -605,3 +605,13 @@ def test_the_files_lie_where_the_format_says(tmp_path: Path) -> None:
     stats_of(tmp_path, runs=1).flush()
     assert access.STATS_DIR == "stats"
     assert (tmp_path / "stats" / "ab" / f"{NODE}.npy").is_file()
+
+
+def test_what_others_know_of_a_node_is_taken_over_and_kept(tmp_path: Path):
+    learnt, here = stats_of(runs=3), stats_of(tmp_path, runs=1)
+    here.adopt(learnt, NODE, TOKENS)
+    here.adopt(learnt, OTHER, TOKENS)
+    here.flush()
+    again = AccessStats(tmp_path, SHAPE)
+    assert same(again.get(NODE, TOKENS), learnt.get(NODE, TOKENS))
+    assert again.get(OTHER, TOKENS) is None
