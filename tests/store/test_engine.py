@@ -439,14 +439,14 @@ def test_damage_found_in_a_replaced_generation_says_nothing_of_the_new_one(tmp_p
         check(store, ids_of(60))
 
 
-def test_a_group_in_another_order_is_not_read_as_if_it_were_in_the_original(tmp_path: Path):
+def test_a_group_in_an_unknown_order_is_not_read_as_if_it_were_in_the_original(tmp_path: Path):
     import json
 
     with new_store(tmp_path / "kv", MODEL) as store:
         put(store, MODEL, ids_of(60))
         meta = group_of(store) / "zarr.json"
     data = json.loads(meta.read_text())
-    data["attributes"]["order"] = "importance"
+    data["attributes"]["order"] = "by length"
     meta.write_text(json.dumps(data))
     with open_store(tmp_path / "kv", MODEL) as store:
         given = ask(store, MODEL, ids_of(60), QUESTION)

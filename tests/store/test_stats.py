@@ -6,7 +6,7 @@ from store.stats import RunCounters
 
 
 def counted(*spans: tuple[float, float], load_s: float = 0.0, probe_s: float = 0.0) -> float:
-    counters = RunCounters(load_wait_s=load_s, probe_wait_s=probe_s)
+    counters = RunCounters(read_wait_s=load_s, probe_wait_s=probe_s)
     for started, ended in spans:
         counters.add_read(100, 4096, 1, started, ended)
     return counters.hidden_io_s()
