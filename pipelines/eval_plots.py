@@ -12,13 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 from pipelines.eval_report import NO_DIVERGENCE, headline_rows, percent
 from pipelines.eval_values import AVERAGE, NO_PREFIX, RECOMPUTE, EvalReport, EvalRow
-from store.errors import StoreWriteError
+from pipelines.plots import save_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _INCHES = (12.0, 5.0)
-_DPI = 150
 _MARKERS = "osD^vP*"
 _X = "KV loaded, evidence included (% of the prefix's)"
 #: Ways to answer that load no KV of a store's, drawn as lines across.
@@ -51,12 +50,7 @@ def plot_eval(report: EvalReport, path: Path, title: str) -> None:
     figure.suptitle(f"{title}: {_about(report, rows)}", fontsize="medium")
     handles, labels = left.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside right upper", fontsize="small")
-    try:
-        figure.savefig(path, dpi=_DPI)
-    except OSError as error:
-        raise StoreWriteError(
-            f"{path} could not be written ({error.strerror}); give --plot another place"
-        ) from error
+    save_figure(figure, path)
 
 
 def _shown(report: EvalReport) -> list[EvalRow]:

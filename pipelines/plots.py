@@ -131,6 +131,11 @@ def _save(figure: Any, axes: Any, path: Path, title: str) -> None:
     if handles:
         # Outside, where it hides no point.
         figure.legend(handles, labels, loc="outside right upper", fontsize="small")
+    save_figure(figure, path)
+
+
+def save_figure(figure: Any, path: Path) -> None:
+    """Write a figure as PNG. Raises `StoreWriteError`."""
     try:
         figure.savefig(path, dpi=_DPI)
     except OSError as error:
