@@ -164,7 +164,7 @@ def command(
     )
     memory = MemorySettings.parse(device_budget, host_budget, policy)
     disk = DiskSettings.parse(disk_bandwidth, disk_latency, io)
-    _check_mode(prompt, prompts, json_output)
+    _check_mode(prompt, prompts)
     settings = Settings(
         prefix=prefix,
         template=template.value,
@@ -202,7 +202,7 @@ def command(
         raise typer.Exit(code)
 
 
-def _check_mode(prompt: str | None, prompts: str | None, _as_json: bool) -> None:
+def _check_mode(prompt: str | None, prompts: str | None) -> None:
     """Refuse what can be refused before a model is loaded."""
     if prompt is not None and prompts is not None:
         raise InvalidValueError("give either a PROMPT or --prompts FILE, not both")

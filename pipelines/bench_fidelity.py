@@ -39,7 +39,7 @@ from pipelines.fidelity_values import (
 )
 from pipelines.progress import Progress, ProgressEvent, silent
 from store.errors import InvalidValueError
-from store.files import ORDERS
+from store.files import ORDERS, ORIGINAL
 from store.itf.importance import column_sums
 
 if TYPE_CHECKING:
@@ -166,7 +166,7 @@ class _Bench:
         self.stores, self.layouts, self.found = stores, layouts, found
         self.combinations, self.shared = options.combinations(), options.shared
         self.progress = progress
-        compared = "static" in options.evidence or options.order != (ORDERS[0],)
+        compared = "static" in options.evidence or options.order != (ORIGINAL,)
         self.warnings = [*found.warnings, *(found.history_notes if compared else ())]
         self.exact: list[Pair] = []
         self.pairs: dict[Combination, list[Pair]] = {one: [] for one in self.combinations}
@@ -181,7 +181,7 @@ class _Bench:
     def remember(self, case: BenchCase) -> None:
         """Run a case's history in every store whose order, or the evidence static, is by it."""
         known = [
-            one for one in self.combinations if one.evidence == "static" or one.order != ORDERS[0]
+            one for one in self.combinations if one.evidence == "static" or one.order != ORIGINAL
         ]
         retention = max([_HISTORY_RETENTION, *(r.retention for r in known if r.retention < 1.0)])
         for layout in dict.fromkeys(self._layout(one) for one in known):
@@ -221,7 +221,7 @@ class _Bench:
         if static and self._known(case, static[0]):
             static = []
         by_history = self.found.history_from is not None and not case.history
-        ordered = [one for one in self.combinations if by_history and one.order != ORDERS[0]]
+        ordered = [one for one in self.combinations if by_history and one.order != ORIGINAL]
         for name, left in (("static", static), ("order importance", ordered)):
             if left:
                 why = f"{name} was left out, no earlier query is known"

@@ -17,7 +17,7 @@ import psutil
 import torch
 
 from pipelines.progress import Progress, ProgressEvent, silent
-from pipelines.systems import IMPORTANCE, SYSTEMS
+from pipelines.systems import SYSTEMS
 from pipelines.ttft_kept import KeptKey, require_same
 from pipelines.ttft_rows import sample_of
 from pipelines.ttft_runners import EngineRunner, Runner, open_runners
@@ -37,6 +37,7 @@ from pipelines.ttft_values import (
 from pipelines.ttft_workload import make_workload, turns
 from store.disk.io import IOOptions
 from store.errors import InvalidValueError
+from store.files import IMPORTANCE
 
 if TYPE_CHECKING:
     from pipelines.models import LoadedModel

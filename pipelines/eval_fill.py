@@ -20,9 +20,9 @@ from pipelines.eval_stores import EvalStores
 from pipelines.eval_tasks import EvalTask
 from pipelines.progress import Progress, ProgressEvent
 from pipelines.reorder_plan import order_rows
-from pipelines.systems import IMPORTANCE
 from store.access import AccessStats
 from store.errors import ChunkLoadError
+from store.files import IMPORTANCE
 from store.itf.options import SparseOptions
 from store.recorder import RunRecorder
 from store.sparse import SparseFetch

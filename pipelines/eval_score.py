@@ -18,7 +18,7 @@ import torch
 
 from pipelines.attention import forward
 from pipelines.eval_values import Scored
-from pipelines.generate import QueryOptions, _first_logits
+from pipelines.generate import QueryOptions, first_logits
 from pipelines.query_stats import Attempts, query_stats
 from store.errors import PromptError
 from store.itf.options import SparseOptions
@@ -137,7 +137,7 @@ class Scorer:
                 "positions; give a smaller --max-prefix-tokens, or fewer shots with --num-fewshot"
             )
         attempts, started = Attempts(), time.perf_counter()
-        run, _, logits = _first_logits(self._store, self._model, ids, room, self._options, attempts)
+        run, _, logits = first_logits(self._store, self._model, ids, room, self._options, attempts)
         try:
             int(logits.argmax())  # waits for a device that computes on its own
             ttft_s = time.perf_counter() - started

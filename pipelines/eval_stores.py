@@ -15,11 +15,12 @@ import numpy as np
 
 from pipelines.eval_answers import Results
 from pipelines.probes import first_heads
-from pipelines.systems import IMPORTANCE, ORIGINAL, SYSTEMS
+from pipelines.systems import SYSTEMS
 from pipelines.ttft_values import Layout
 from store.disk.io import IOOptions
 from store.engine import PrefixStore
 from store.errors import ChunkLoadError, InvalidValueError
+from store.files import IMPORTANCE, ORIGINAL
 from store.info import is_free
 from store.probes import ProbeSettings
 from store.run_maker import MemoryOptions

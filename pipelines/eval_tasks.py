@@ -21,10 +21,10 @@ from pipelines.eval_values import EvalOptions, Scored
 from pipelines.progress import Progress, ProgressEvent
 from pipelines.sources.fewshot import (
     FewshotSource,
-    _contexts,
-    _same_shots,
-    _shared_end,
+    context_texts,
     fewshot_pool,
+    same_shots,
+    shared_end,
     shot_order,
 )
 from pipelines.sources.lmtasks import load_task, task_errors
@@ -104,10 +104,10 @@ class EvalTask:
         The source of the prefix has seen to it that they are the same for all documents.
         """
         chosen = [self._pool[i] for i in shot_order(len(self._pool), 0, 0)[: self.shots]]
-        self._task.sampler = _same_shots(chosen)
-        whole = _contexts(self._task, self._docs[0], len(chosen))[0]
-        bare = _contexts(self._task, self._docs[0], 0)[0]
-        shared = _shared_end(whole, bare)
+        self._task.sampler = same_shots(chosen)
+        whole = context_texts(self._task, self._docs[0], len(chosen))[0]
+        bare = context_texts(self._task, self._docs[0], 0)[0]
+        shared = shared_end(whole, bare)
         return whole[: len(whole) - shared], len(bare) - shared
 
     def requests(self, number: int, *, alone: bool = False) -> list[Any]:
@@ -117,7 +117,7 @@ class EvalTask:
 
     def _instances(self, number: int, *, alone: bool) -> list[Any]:
         doc = self._docs[number]
-        contexts = _contexts(self._task, doc, 0)
+        contexts = context_texts(self._task, doc, 0)
         if not alone:
             contexts = [self._head + text[self._cut :] for text in contexts]
         made = self._task.construct_requests(
@@ -137,7 +137,7 @@ class EvalTask:
             evaluated = {_text_of(doc) for doc in self._docs}
             others = (doc for doc in self._pool[self.shots :] if _text_of(doc) not in evaluated)
             texts = [
-                self._head + _contexts(self._task, doc, 0)[0][self._cut :]
+                self._head + context_texts(self._task, doc, 0)[0][self._cut :]
                 for doc, _ in zip(others, range(ORDER_QUESTIONS), strict=False)
             ]
         whole = [encode_text(self._model.tokenizer, text, special=True) for text in texts]

@@ -23,7 +23,7 @@ from pipelines.reorder_plan import order_rows
 from store.engine import PrefixStore
 from store.errors import InvalidValueError, StoreFullError
 from store.fetch import Observer
-from store.files import ORDERS
+from store.files import ORIGINAL
 from store.itf.options import SparseOptions
 from store.probes import ProbeSettings
 from store.stats import LayerReport
@@ -44,7 +44,7 @@ class Layout(NamedTuple):
     chunk_tokens: int
     bits: int | None = None
     heads: tuple[tuple[int, ...], ...] | None = None
-    order: str = ORDERS[0]
+    order: str = ORIGINAL
 
 
 #: By (chunk_tokens, bits, order) of a combination.
@@ -160,7 +160,7 @@ class BenchStores:
         with self.open(layout) as store:
             for query in case.history:
                 run_query(store, self.model, case.prefix_ids, query, sparse=sparse, record=True)
-            if layout.order != ORDERS[0]:
+            if layout.order != ORIGINAL:
                 for node, _ in store.match(case.prefix_ids).nodes:
                     known = store.access.get(node.node_id, node.length)
                     if known is not None:

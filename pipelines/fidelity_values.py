@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from store.errors import InvalidValueError
-from store.files import ORDERS
+from store.files import IMPORTANCE, ORDERS, ORIGINAL
 from store.itf.options import ATTEND, ROWS, SETS, SparseOptions
 from store.itf.sketch import check_bits
 from store.types import MAX_CHUNK_TOKENS, MIN_CHUNK_TOKENS
@@ -114,7 +114,7 @@ class FidelityOptions:
     chunk_tokens: tuple[int, ...] = (16,)
     sketch_bits: tuple[int, ...] = (2,)
     rows: tuple[str, ...] = ("auto",)
-    order: tuple[str, ...] = (ORDERS[0],)
+    order: tuple[str, ...] = (ORIGINAL,)
     shared: SparseOptions = field(default_factory=SparseOptions)
 
     def __post_init__(self) -> None:
@@ -131,7 +131,7 @@ class FidelityOptions:
         for bits in self.sketch_bits:
             check_bits(bits)
         require_chunk_tokens(self.chunk_tokens)
-        if ORDERS[1] in self.order and not self.cases.history:
+        if IMPORTANCE in self.order and not self.cases.history:
             raise InvalidValueError(
                 "order importance is by what earlier queries found, and history 0 leaves none; "
                 "give --history 1 or more, or leave importance out of --order"

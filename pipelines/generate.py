@@ -112,7 +112,7 @@ def answer(
     ids = _checked_prompt(prefix_ids, suffix_ids, model)
     room = min(options.max_new_tokens, model.max_positions - len(ids))
     attempts, started = Attempts(), time.perf_counter()
-    run, match, logits = _first_logits(store, model, ids, room, options, attempts)
+    run, match, logits = first_logits(store, model, ids, room, options, attempts)
     with run:
         token = int(logits.argmax())
         ttft_s = time.perf_counter() - started
@@ -145,7 +145,7 @@ def _checked_prompt(
     return ids
 
 
-def _first_logits(
+def first_logits(
     store: PrefixStore,
     model: LoadedModel,
     ids: np.ndarray,

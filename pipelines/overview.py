@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from store.disk.sidecar_layout import ProbeSpec, SidecarLayout
 from store.errors import ChunkLoadError, PrefixNotFoundError
-from store.files import ORDERS
+from store.files import order_name
 from store.index.mapping import chunk_count
 from store.tier.policy import POLICIES
 
@@ -117,7 +117,7 @@ def _policies(counters: dict[str, float]) -> dict[str, dict[str, Any]]:
 def _order(store: PrefixStore, row: NodeRow) -> str | None:
     """How a node's rows are stored; None where its files can't tell."""
     try:
-        return ORDERS[0] if store.order(row.node_id) is None else ORDERS[1]
+        return order_name(store.order(row.node_id))
     except ChunkLoadError:
         return None
 

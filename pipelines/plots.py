@@ -1,7 +1,7 @@
 """PNG pictures of measurements; needs matplotlib, the extra ``plots``.
 
 With `eval_plots` the only module that imports matplotlib, and only when a picture is asked for.
-Figures are drawn without a display and without changing matplotlib's state.
+Figures are drawn without a display and without pyplot's global state.
 """
 
 from __future__ import annotations

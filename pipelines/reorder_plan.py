@@ -15,14 +15,13 @@ import numpy as np
 
 from store.access import AccessStats, NodeAccess
 from store.errors import ChunkLoadError, InvalidValueError, PrefixNotFoundError
-from store.files import ORDERS
+from store.files import IMPORTANCE, ORDERS, ORIGINAL
 from store.index.mapping import Rows, chunk_count, invert_rows, is_identity
 
 if TYPE_CHECKING:
     from store.engine import PrefixStore
     from store.index.rows import NodeRow
 
-ORIGINAL, IMPORTANCE = ORDERS
 #: Why a node is left alone.
 NO_STATISTICS, LOW_GAIN, DAMAGED, AS_ASKED = (
     "no statistics",

@@ -14,11 +14,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from store.errors import InvalidValueError
-from store.files import ORDERS
+from store.files import IMPORTANCE, ORIGINAL
 from store.itf.options import SparseOptions
 from store.types import MAX_CHUNK_TOKENS, MIN_CHUNK_TOKENS
-
-ORIGINAL, IMPORTANCE = ORDERS
 
 _TEXT = re.compile(r"(?P<name>[^+@]+)(?P<toggles>(?:\+[^+@]+)*)(?:@(?P<size>[^+@]+))?")
 

@@ -92,7 +92,7 @@ class EngineRunner(Runner):
             max_new_tokens=1,
             plan="force-load" if reads else "force-recompute",
             insert="never",
-            sparse=system.options(options.retention, options.base),
+            sparse=system.options(options.retention),
             record=False,
         )
 

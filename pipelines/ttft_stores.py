@@ -23,13 +23,14 @@ from pipelines.probes import first_heads
 from pipelines.progress import Progress, ProgressEvent
 from pipelines.reorder import reorder_store
 from pipelines.reorder_plan import ReorderOptions
-from pipelines.systems import IMPORTANCE, System
+from pipelines.systems import System
 from pipelines.ttft_kept import DIY_FOLDER
 from pipelines.ttft_values import Budget, Layout, TtftPrefix, Workload
 from store.access import AccessStats
 from store.disk.io import IOOptions
 from store.engine import PrefixStore
 from store.errors import InvalidValueError, StoreFullError
+from store.files import IMPORTANCE
 from store.index.ids import node_id
 from store.itf.options import SparseOptions
 from store.probes import ProbeSettings

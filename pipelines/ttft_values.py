@@ -74,7 +74,6 @@ class TtftOptions:
     queries: Path | None = None
     recompute_sample: int = 8
     io: IOOptions = field(default_factory=IOOptions)
-    base: SparseOptions = field(default_factory=SparseOptions)
 
     def __post_init__(self) -> None:
         self._check_counts()

@@ -1,6 +1,6 @@
 """Bring given chunks of a node into consecutive rows of a layer, from memory or from disk.
 
-One load; chunks that the host tier has are copied, the others read::
+One load; chunks that a tier has are copied, the others read::
 
     rows     | chunk 3 | chunk 4 | chunk 9 | chunk 17, used tokens only |
              row       memory    disk      disk                        row + arriving

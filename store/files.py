@@ -25,7 +25,12 @@ from store.info import StoreInfo
 
 _CACHED_NODES = 256
 #: How a generation's rows are stored: in token order, or by a mapping list.
-ORDERS = ("original", "importance")
+ORIGINAL, IMPORTANCE = ORDERS = ("original", "importance")
+
+
+def order_name(rows: Rows | None) -> str:
+    """The order that a mapping list makes, None for token order; one of `ORDERS`."""
+    return ORIGINAL if rows is None else IMPORTANCE
 
 
 class GroupFacts(NamedTuple):
@@ -132,7 +137,7 @@ class FileTable:
                 crcs[name] = disk_layout.read_small(group, f"{name}_crc", "<u4", table)
             except (OSError, ValueError) as error:
                 raise self._error(node, f"{name}_crc", error) from error
-        rows = None if order == ORDERS[0] else self._load_rows(group, node, layout)
+        rows = None if order == ORIGINAL else self._load_rows(group, node, layout)
         return NodeFiles(node.node_id, group, layout, node.start, crcs["k"], crcs["v"], rows)
 
     def _load_rows(self, group: Path, node: PrefixNode, layout: NodeLayout) -> Rows:
@@ -191,7 +196,7 @@ class NodeRows:
         return self.head(layer, self._files.layout.tokens)
 
     def head(self, layer: int, tokens: int) -> tuple[np.ndarray, np.ndarray]:
-        """Like `layer`, of the node's first ``tokens`` tokens; reads no further."""
+        """Like `layer`, of the node's first ``tokens`` tokens; reads only chunks that hold them."""
         k, v = (self._array(layer, which, tokens) for which in range(2))
         return k, v
 

@@ -1,4 +1,4 @@
-"""Change what a store holds: insert, split, replace, remove. Every change is one transaction.
+"""Change what a store holds: insert, split, reorder, replace, remove; a transaction each.
 
 Order of each change (format.md): write new groups beside the old ones, sync, rename; then one
 catalog transaction publishes all of it; then the tree in memory follows. Killed anywhere, the
@@ -21,7 +21,7 @@ from store.disk.reader import ChunkReader
 from store.disk.sidecar_layout import ProbeSpec
 from store.disk.writer import LayerKV, disk_errors, sync_dir, write_generation
 from store.errors import ChunkLoadError, StoreError
-from store.files import ORDERS, FileTable, GroupFacts, NodeRows, node_attributes
+from store.files import FileTable, GroupFacts, NodeRows, node_attributes, order_name
 from store.index.catalog import Catalog
 from store.index.ids import Ids, ids_digest, node_id, prefix_id
 from store.index.mapping import Rows, check_rows, is_identity, rows_of_part
@@ -365,7 +365,7 @@ class Publisher:
         """Write a generation and, from the same keys, sidecars: by default all that are set."""
         if specs is None:
             specs = self._sidecars.settings.specs.values()
-        order = ORDERS[0] if rows is None else ORDERS[1]
+        order = order_name(rows)
         attributes = node_attributes(node, self._info, self._identity_digest, facts, order)
         target = disk_layout.generation_dir(self._store, node.node_id, node.generation)
         layout = self._files.layout(node.length)

@@ -126,7 +126,7 @@ class TaskRequests:
     def __init__(self, task: Any) -> None:
         self._task = task
         self._docs = list(task.eval_docs)
-        self._bare = [_contexts(task, doc, 0) for doc in self._docs]
+        self._bare = [context_texts(task, doc, 0) for doc in self._docs]
         self._full = [
             _requests(task, doc, contexts)
             for doc, contexts in zip(self._docs, self._bare, strict=True)
@@ -140,14 +140,14 @@ class TaskRequests:
         SourceError
             The task writes other text before the question from document to document.
         """
-        self._task.sampler = _same_shots(shots)
-        first = _contexts(self._task, self._docs[0], len(shots))[0]
+        self._task.sampler = same_shots(shots)
+        first = context_texts(self._task, self._docs[0], len(shots))[0]
         bare = self._bare[0][0]
         # first: |description and shots|question|     bare: |description|question|
         #                               ^ head ends                     ^ cut
-        shared = _shared_end(first, bare)
+        shared = shared_end(first, bare)
         head, cut = first[: len(first) - shared], len(bare) - shared
-        last = _contexts(self._task, self._docs[-1], len(shots))[-1]
+        last = context_texts(self._task, self._docs[-1], len(shots))[-1]
         if last != head + self._bare[-1][-1][cut:]:
             raise SourceError(
                 f"task {self._task.task_name!r} writes its few-shot text anew for each document, "
@@ -156,7 +156,7 @@ class TaskRequests:
         return Seam(head, [text[cut:] for texts in self._full for text in texts])
 
 
-def _contexts(task: Any, doc: dict[str, Any], shots: int) -> list[str]:
+def context_texts(task: Any, doc: dict[str, Any], shots: int) -> list[str]:
     """Context text of a document; several where the task puts its choices into the context."""
     text = task.fewshot_context(doc, shots, gen_prefix=task.doc_to_prefix(doc))
     return list(text) if isinstance(text, list) else [text]
@@ -169,7 +169,7 @@ def _requests(task: Any, doc: dict[str, Any], contexts: list[str]) -> list[str]:
     return ["".join(part for part in request.args if isinstance(part, str)) for request in made]
 
 
-def _same_shots(shots: Sequence[dict[str, Any]]) -> Any:
+def same_shots(shots: Sequence[dict[str, Any]]) -> Any:
     """A ``first_n`` sampler that keeps a shot even where it equals the evaluated document."""
     from lm_eval.api.samplers import FirstNSampler
 
@@ -180,7 +180,8 @@ def _same_shots(shots: Sequence[dict[str, Any]]) -> Any:
     return SameShots(list(shots))
 
 
-def _shared_end(first: str, second: str) -> int:
+def shared_end(first: str, second: str) -> int:
+    """Characters that both texts end with."""
     length = 0
     for a, b in zip(reversed(first), reversed(second), strict=False):
         if a != b:

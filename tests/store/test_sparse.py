@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from pipelines.attention import prefill
-from pipelines.generate import QueryOptions, _first_logits
+from pipelines.generate import QueryOptions, first_logits
 from pipelines.query_stats import Attempts
 from store.disk import layout as disk_layout
 from store.disk.reader import ChunkReader
@@ -53,7 +53,7 @@ def folder_of(store: PrefixStore, number: int) -> Path:
 def answered(store: PrefixStore, options: SparseOptions) -> tuple[float, int, list[str], Attempts]:
     """Worst difference from the masked reference, tokens reused, evidence used, what it cost."""
     attempts = Attempts()
-    run, match, logits = _first_logits(
+    run, match, logits = first_logits(
         store, MODEL, IDS, 2, QueryOptions(max_new_tokens=2, sparse=options), attempts
     )
     with run:
