@@ -120,7 +120,7 @@ class ChunkLoad(NamedTuple):
             room = buffers.room(self.layer, self.which, self.row + first * size, stop)
             chunks = self.chunks[places]
             # Neighbours on disk are neighbours here, as both ascend.
-            runs = merge_chunks(chunks, 0)
+            runs = merge_chunks(chunks)
             at = places[np.searchsorted(chunks, runs.start)] - first
             array = KV_ARRAYS[self.which]
             out.append(ShardRead(self.part.files, array, self.layer, runs, room, len(room), at))

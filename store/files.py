@@ -212,7 +212,7 @@ class NodeRows:
         # Only the chunks that hold those tokens: the others may be what is damaged.
         found = whereabouts(rows[layer, :tokens], self._files.layout.chunk_tokens)
         arriving = int(found.places.max()) + 1
-        return self._read(layer, which, merge_chunks(found.chunks, 0), arriving)[found.places]
+        return self._read(layer, which, merge_chunks(found.chunks), arriving)[found.places]
 
     def _read(self, layer: int, which: int, runs: ChunkRuns, arriving: int) -> np.ndarray:
         """The first ``arriving`` stored rows of some chunks."""

@@ -138,7 +138,7 @@ class SparseFetch(Fetch):
         with self.loading():
             selected = np.unique(sets) if len(sets) > 1 else sets[0]
             plans = [
-                plan_part(selected, part, layer, self._gap(part), self._ahead.without(i, layer))
+                plan_part(selected, part, layer, self._ahead.without(i, layer))
                 for i, part in enumerate(self.parts)
             ]
             ahead = self._ahead.pieces.get(layer, [])
@@ -158,10 +158,6 @@ class SparseFetch(Fetch):
                 self._load(layer, pieces)
                 self._compact(layer, kept, tokens, places, early)
         return pieces, kept
-
-    def _gap(self, part: LoadPart) -> int:
-        """Chunks that may be read beside those wanted; none of which might hold no own token."""
-        return 0 if part.mixed else self.reader.options.bridge_chunks
 
     def _copy_kept(self, layer: int, pieces: list[Piece], kept: np.ndarray) -> bool:
         """Copy the kept rows from memory, if it has all of them; False where it has not.

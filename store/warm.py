@@ -92,7 +92,7 @@ def _fetched(
     size = len(chunks) * layout.chunk_bytes
     # One block more than the data, so that the last read can be widened in place.
     arena = Arena(size + MAX_BLOCK)
-    runs = merge_chunks(chunks, 0)
+    runs = merge_chunks(chunks)
     reader.read(ShardRead(files, KV_ARRAYS[which], layer, runs, arena.view, size))
     flat = torch.from_numpy(arena.array[:size]).view(shape.torch_dtype)
     rows = flat.view(-1, shape.num_kv_heads, shape.head_dim)

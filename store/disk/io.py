@@ -29,6 +29,8 @@ T = TypeVar("T")
 #: Largest logical block size that is tried; every smaller power of two divides it.
 MAX_BLOCK = 4096
 _HUGE_PAGE = 2 << 20
+#: What a request costs beside its bytes, about: see docs/decisions.md.
+REQUEST_S = 60e-6
 #: NaN in float32, float16 and bfloat16: what poisoned memory shows where nothing was loaded.
 POISON = 0xFF
 
@@ -47,8 +49,9 @@ class IOOptions:
         Emulate a slower device: bytes per second over all reads, seconds per request.
     deadline_s
         A read that takes longer is a miss.
-    bridge_chunks
-        Chunks that a sparse load may read beside those it wants, to save a request.
+    bridge_bytes
+        Bytes that a direct read may take in between two runs of chunks, and drop, to save a
+        request.
     poison
         Fill buffers with NaN before use (tests): a row that was never loaded shows.
     """
@@ -58,10 +61,12 @@ class IOOptions:
     bandwidth_bytes_s: float | None = None
     latency_s: float = 0.0
     deadline_s: float = 30.0
-    bridge_chunks: int = 0
+    bridge_bytes: int = 48 << 10
     poison: bool = False
 
     def __post_init__(self) -> None:
+        if self.bridge_bytes < 0:
+            raise InvalidValueError(f"bytes to bridge must be 0 or more, got {self.bridge_bytes}")
         if self.threads < 1:
             raise InvalidValueError(f"I/O threads must be 1 or more, got {self.threads}")
         if self.bandwidth_bytes_s is not None and self.bandwidth_bytes_s <= 0:
@@ -73,6 +78,13 @@ class IOOptions:
                 f"disk latency must be 0 s or more and the deadline above 0 s, "
                 f"got {self.latency_s} and {self.deadline_s}"
             )
+
+    @property
+    def bridged_bytes(self) -> int:
+        """`bridge_bytes`, or what an emulated device transfers while a request is made, if less."""
+        if self.bandwidth_bytes_s is None:
+            return self.bridge_bytes
+        return min(self.bridge_bytes, int(self.bandwidth_bytes_s * (REQUEST_S + self.latency_s)))
 
 
 class Arena:

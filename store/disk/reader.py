@@ -10,9 +10,10 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -32,7 +33,7 @@ from store.disk.io import (
     probe_direct,
 )
 from store.disk.layout import NodeLayout
-from store.disk.runs import ChunkRuns, run_chunks
+from store.disk.runs import ChunkRuns, group_runs, run_chunks
 from store.errors import ChunkLoadError
 
 T = TypeVar("T")
@@ -205,17 +206,24 @@ class ChunkReader:
             os.close(fd)
         return ReadCount(need, moved, requests, started, time.perf_counter())
 
-    @property
-    def throttled(self) -> bool:
-        """Whether a slower device is emulated."""
-        return self._throttle.active
-
     def scratch(self, size: int) -> memoryview:
         """This thread's aligned scratch memory, at least ``size`` bytes."""
         arena: Arena | None = getattr(self._local, "arena", None)
         if arena is None or arena.size < size:
             arena = self._local.arena = Arena(max(size, 2 * SCRATCH_BYTES))
         return arena.view
+
+    def scatter(self, fd: int, views: Sequence[memoryview], offset: int, block: int) -> int:
+        """One request over neighbouring bytes of a file, at the emulated device's pace."""
+        need = sum(map(len, views))
+        ready = self._throttle.reserve(need) if self._throttle.active else None
+        if os.preadv(fd, views, offset) != need:
+            for view in views:
+                pread_full(fd, view, offset, len(view), block)
+                offset += len(view)
+        if ready is not None:
+            self._throttle.wait_until(ready)
+        return need
 
     def request(self, fd: int, view: memoryview, offset: int, need: int, block: int) -> int:
         """One request, at the emulated device's pace."""
@@ -272,34 +280,40 @@ class _Job:
             index += stop - first
 
     def _straight(self) -> int:
-        """Read all chunks that fit whole into place, one request per run; returns how many.
+        """Read all chunks that fit whole into place; returns how many.
 
         The common case with as little Python per run as possible: chunks are whole blocks, memory
-        is aligned, no device is emulated. Returns 0 where that does not hold.
+        is aligned. Returns 0 where that does not hold.
         """
         task, size, block = self.task, self.size, self.block
         room, runs = len(task.into) // size, task.runs
         lengths = np.minimum(runs.stop - runs.start, room - self.at)
         if (
             room == 0
-            or self.reader.throttled
             or size % block
             or address_of(task.into) % block
             or int(lengths.max()) * size > REQUEST_BYTES
         ):
             return 0
         # Only the last run can reach past the room, with a chunk that is not whole.
-        starts, ends = (self.at * size).tolist(), ((self.at + lengths) * size).tolist()
-        offsets, into, fd = (runs.start * size).tolist(), task.into, self.fd
-        for offset, lo, hi in zip(offsets, starts, ends, strict=True):
-            if hi <= lo:
-                break
-            view = into[lo:hi]
-            if os.preadv(fd, (view,), offset) != hi - lo:
-                pread_full(fd, view, offset, hi - lo, block)
-            self.moved += hi - lo
+        count = len(lengths) - int(lengths[-1] <= 0)
+        lengths = lengths[:count]
+        first = runs.start[:count]
+        gap = self.reader.options.bridged_bytes // size if block > 1 else 0
+        bounds = group_runs(ChunkRuns(first, first + lengths), gap, REQUEST_BYTES // size).tolist()
+        offsets, ends = (first * size).tolist(), ((first + lengths) * size).tolist()
+        starts, into = (self.at[:count] * size).tolist(), task.into
+        spare = self.reader.scratch(gap * size)
+        for begin, stop in pairwise(bounds):
+            views, at = [], offsets[begin]
+            for run in range(begin, stop):
+                if offsets[run] > at:
+                    views.append(spare[: offsets[run] - at])
+                at = ends[run]
+                views.append(into[starts[run] : starts[run] + at - offsets[run]])
+            self.moved += self.reader.scatter(self.fd, views, offsets[begin], block)
             self.requests += 1
-        done = int(lengths.clip(0).sum())
+        done = int(lengths.sum())
         self._check_spots(done)
         return done
 

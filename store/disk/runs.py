@@ -14,21 +14,41 @@ class ChunkRuns(NamedTuple):
     stop: np.ndarray
 
 
-def merge_chunks(chunks: np.ndarray, max_gap: int = 1) -> ChunkRuns:
-    """Merge sorted, distinct chunk numbers into runs, bridging gaps of up to ``max_gap`` chunks.
+def merge_chunks(chunks: np.ndarray) -> ChunkRuns:
+    """Merge sorted, distinct chunk numbers into runs.
 
     ::
 
-        chunks   2 3 . 5 . . 8      max_gap 1
-        runs    [2 . . 5]   [8]     -> start [2, 8], stop [6, 9]
+        chunks   2 3 . 5 . . 8
+        runs    [2 3] [5]   [8]     -> start [2, 5, 8], stop [4, 6, 9]
     """
     if len(chunks) == 0:
         empty = np.empty(0, dtype=np.int64)
         return ChunkRuns(empty, empty)
-    breaks = np.flatnonzero(np.diff(chunks) > max_gap + 1)
+    breaks = np.flatnonzero(np.diff(chunks) > 1)
     start = chunks[np.concatenate(([0], breaks + 1))]
     stop = chunks[np.concatenate((breaks, [len(chunks) - 1]))] + 1
     return ChunkRuns(start.astype(np.int64), stop.astype(np.int64))
+
+
+#: A request scatters over at most this many pieces, runs and what lies between (Linux has 1 024).
+_MOST_PIECES = 512
+
+
+def group_runs(runs: ChunkRuns, gap: int, span: int) -> np.ndarray:
+    """Runs that one request reads: group i is runs ``bounds[i]`` up to ``bounds[i + 1]``, int64.
+
+    Between the runs of a group lie up to ``gap`` chunks each. Requests begin anew every ``span``
+    chunks of the array, so that none grows without end.
+
+    ::
+
+        runs    [2 3] [5]   [8]     gap 1
+        groups  [2 3 . 5]   [8]     -> bounds [0, 2, 3]
+    """
+    begin, span = runs.start, max(1, min(span, _MOST_PIECES))
+    apart = (begin[1:] - runs.stop[:-1] > gap) | (begin[1:] // span != begin[:-1] // span)
+    return np.concatenate(([0], np.flatnonzero(apart) + 1, [len(begin)]))
 
 
 def one_run(first: int, stop: int) -> ChunkRuns:

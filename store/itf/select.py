@@ -18,7 +18,6 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import torch
 
-from store.disk.runs import merge_chunks, run_chunks
 from store.itf.importance import agreement, threshold, top_k
 from store.itf.options import SparseOptions
 
@@ -133,7 +132,6 @@ def plan_part(
     selected: np.ndarray,
     part: Extent,
     layer: int,
-    max_gap: int,
     without: np.ndarray | None = None,
 ) -> PartPlan:
     """Plan the chunks of one part in one layer.
@@ -142,8 +140,6 @@ def plan_part(
     ----------
     selected
         int64, absolute positions of any parts, in any order, repeats allowed.
-    max_gap
-        Chunks that may be read beside those wanted, to save a request.
     without
         bool [chunks], chunks that come by another way and are not planned.
     """
@@ -154,9 +150,6 @@ def plan_part(
     held = np.zeros(-(-part.stored // size), dtype=bool)
     held[(own if stored is None else stored[own]) // size] = True
     wanted = held
-    if max_gap:
-        held = held.copy()
-        held[run_chunks(merge_chunks(np.flatnonzero(held), max_gap))] = True
     if without is not None:
         held = held & ~without
     return plan_chunks(part, layer, held)._replace(wanted=wanted)

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 from store.disk import layout as disk_layout
 from store.disk import reader as reader_module
-from store.disk.io import Arena, IOOptions, Throttle, probe_direct
+from store.disk.io import REQUEST_S, Arena, IOOptions, Throttle, probe_direct
 from store.disk.layout import NodeLayout
 from store.disk.reader import ChunkReader, NodeFiles, ShardRead
-from store.disk.runs import merge_chunks, one_run
+from store.disk.runs import ChunkRuns, group_runs, merge_chunks, one_run, run_chunks
 from store.disk.writer import write_generation
 from store.errors import ChunkLoadError, InvalidValueError
 from store.types import KVShape
@@ -26,16 +26,24 @@ from tests.helpers import flip_bit
 SHAPE = KVShape(num_layers=1, num_heads=3, num_kv_heads=3, head_dim=64, dtype="bfloat16")
 
 
-@given(st.sets(st.integers(0, 60)), st.integers(0, 3))
-def test_merged_runs_cover_every_chunk_and_bridge_only_small_gaps(chunks, gap):
-    runs = merge_chunks(np.array(sorted(chunks), dtype=np.int64), gap)
-    covered = [c for a, b in zip(runs.start, runs.stop, strict=True) for c in range(a, b)]
-    assert set(covered) >= chunks
-    assert len(covered) == len(set(covered))
-    between = zip(runs.stop[:-1], runs.start[1:], strict=True)
-    assert all(begin - stop > gap for stop, begin in between)
-    # No run begins or ends with a chunk nobody asked for.
-    assert all(a in chunks and b - 1 in chunks for a, b in zip(runs.start, runs.stop, strict=True))
+@given(st.sets(st.integers(0, 60)))
+def test_merged_runs_cover_every_chunk_and_no_other(chunks):
+    runs = merge_chunks(np.array(sorted(chunks), dtype=np.int64))
+    assert run_chunks(runs).tolist() == sorted(chunks)
+    assert all(stop < begin for stop, begin in zip(runs.stop[:-1], runs.start[1:], strict=True))
+
+
+@given(st.sets(st.integers(0, 60), min_size=1), st.integers(0, 3), st.integers(1, 70))
+def test_groups_of_runs_bridge_only_small_gaps_and_end(chunks, gap, span):
+    runs = merge_chunks(np.array(sorted(chunks), dtype=np.int64))
+    bounds = group_runs(runs, gap, span).tolist()
+    assert (bounds[0], bounds[-1]) == (0, len(runs.start))
+    firsts = set(bounds[:-1])
+    assert len(firsts) == len(bounds) - 1, "no group is empty"
+    for run in range(1, len(runs.start)):
+        begin, before = int(runs.start[run]), int(runs.start[run - 1])
+        bridged = begin - int(runs.stop[run - 1]) <= gap and begin // span == before // span
+        assert bridged == (run not in firsts)
 
 
 def node(tmp_path: Path, tokens: int, codec: str = "none") -> tuple[NodeFiles, np.ndarray]:
@@ -111,6 +119,72 @@ def test_counted_bytes_are_what_the_kernel_read(tmp_path: Path):
     )
     assert abs(kernel() - before - count.read_bytes) <= 0.02 * count.read_bytes
     assert count.read_bytes <= 1.02 * count.wanted_bytes
+
+
+def read_scattered(files: NodeFiles, runs: ChunkRuns, options: IOOptions):
+    """Chunks of runs back to back, as rows, and what the read cost."""
+    size, arena = files.layout.chunk_bytes, Arena(1 << 20)
+    arena.poison()
+    wanted = len(run_chunks(runs)) * size
+    count = ChunkReader(options).read(ShardRead(files, "k", 0, runs, arena.view[:wanted], wanted))
+    assert (arena.array[wanted:] == 0xFF).all(), "bytes beyond the caller's room were written"
+    return arena.array[:wanted].view(np.uint16).reshape(-1, 3, 64), count
+
+
+SOME = ChunkRuns(np.array([1, 4, 12, 25]), np.array([3, 5, 14, 32]))
+
+
+@pytest.mark.parametrize("codec", ["none", "lz4"])
+@pytest.mark.parametrize("direct", [True, False])
+@pytest.mark.parametrize("bridge", [0, 1, 2, 7, 11, 100])
+def test_chunks_between_runs_save_requests_and_go_nowhere(codec, direct, bridge, tmp_path: Path):
+    files, k = node(tmp_path, 512, codec)
+    direct_works = bool(probe_direct(disk_layout.shard_path(files.group, "k", 0)))
+    options = IOOptions(direct=direct, bridge_bytes=bridge * files.layout.chunk_bytes)
+    got, count = read_scattered(files, SOME, options)
+    wanted = (run_chunks(SOME)[:, None] * 16 + np.arange(16)).reshape(-1)
+    np.testing.assert_array_equal(got, k[wanted])
+    if codec == "none":
+        assert count.wanted_bytes == len(wanted) * SHAPE.row_bytes
+    if codec == "none" and direct and direct_works:
+        gaps = np.array([1, 7, 11])
+        bridged = gaps[gaps <= bridge]
+        assert count.requests == 4 - len(bridged)
+        between = int(bridged.sum()) * files.layout.chunk_bytes
+        assert count.read_bytes == count.wanted_bytes + between
+
+
+def test_a_request_that_comes_back_short_is_read_to_its_end(tmp_path: Path, monkeypatch):
+    files, k = node(tmp_path, 512)
+    if not probe_direct(disk_layout.shard_path(files.group, "k", 0)):
+        pytest.skip("the file system of the temporary folder does not take O_DIRECT")
+    whole = os.preadv
+
+    def partly(fd: int, buffers, at: int) -> int:
+        """Only the first block of what was asked for."""
+        return whole(fd, [buffers[0][:4096]], at)
+
+    monkeypatch.setattr(os, "preadv", partly)
+    got, _ = read_scattered(files, SOME, IOOptions())
+    wanted = (run_chunks(SOME)[:, None] * 16 + np.arange(16)).reshape(-1)
+    np.testing.assert_array_equal(got, k[wanted])
+
+
+def test_a_flipped_bit_between_runs_is_nobodys_error(tmp_path: Path):
+    files, _ = node(tmp_path, 512)
+    flip_bit(disk_layout.shard_path(files.group, "k", 0), 3 * files.layout.chunk_bytes + 5)
+    read_scattered(files, SOME, IOOptions())
+    flip_bit(disk_layout.shard_path(files.group, "k", 0), 4 * files.layout.chunk_bytes + 5)
+    with pytest.raises(ChunkLoadError, match="layer 0 chunk 4: corrupt"):
+        read_scattered(files, SOME, IOOptions())
+
+
+def test_an_emulated_device_bridges_what_it_transfers_in_a_requests_time():
+    assert IOOptions().bridged_bytes == IOOptions().bridge_bytes
+    assert IOOptions(bandwidth_bytes_s=1e12).bridged_bytes == IOOptions().bridge_bytes
+    slow = IOOptions(bandwidth_bytes_s=1e6, latency_s=0.001)
+    assert slow.bridged_bytes == pytest.approx(1e6 * (0.001 + REQUEST_S), abs=1)
+    assert IOOptions(bridge_bytes=0).bridged_bytes == 0
 
 
 def read_all(files: NodeFiles, options: IOOptions | None = None) -> None:
@@ -194,7 +268,13 @@ def test_an_emulated_device_is_used_for_every_request(tmp_path: Path, monkeypatc
 
 @pytest.mark.parametrize(
     ("option", "value"),
-    [("threads", 0), ("bandwidth_bytes_s", 0.0), ("latency_s", -1.0), ("deadline_s", 0.0)],
+    [
+        ("threads", 0),
+        ("bandwidth_bytes_s", 0.0),
+        ("latency_s", -1.0),
+        ("deadline_s", 0.0),
+        ("bridge_bytes", -1),
+    ],
 )
 def test_impossible_options_are_refused(option, value):
     with pytest.raises(InvalidValueError, match=str(value)):

@@ -123,15 +123,14 @@ def test_one_set_takes_the_sum_and_per_head_sets_their_own():
     st.integers(0, 40),
     st.integers(1, 120),
     st.sampled_from([16, 32]),
-    st.integers(0, 2),
     st.randoms(use_true_random=False),
 )
 def test_a_plan_holds_every_selected_token_and_says_where_each_row_comes_from(
-    start, used, size, gap, random
+    start, used, size, random
 ):
     part = Part(start, used, size)
     chosen = sorted(random.sample(range(start + used + 10), random.randint(0, used)))
-    plan = plan_part(np.array(chosen, dtype=np.int64), part, 0, gap)
+    plan = plan_part(np.array(chosen, dtype=np.int64), part, 0)
     own = {t for t in chosen if start <= t < start + used}
     chunks = plan.chunks.tolist()
     expected = [
@@ -142,8 +141,7 @@ def test_a_plan_holds_every_selected_token_and_says_where_each_row_comes_from(
     assert plan.places is None
     assert own <= set(expected)
     assert plan.wanted.sum() == len({(t - start) // size for t in own})
-    if gap == 0:
-        assert len(chunks) == plan.wanted.sum()
+    assert len(chunks) == plan.wanted.sum()
 
 
 @given(
@@ -151,18 +149,15 @@ def test_a_plan_holds_every_selected_token_and_says_where_each_row_comes_from(
     st.integers(1, 120),
     st.integers(0, 60),
     st.sampled_from([16, 32]),
-    st.integers(0, 2),
     st.randoms(use_true_random=False),
 )
-def test_a_plan_of_a_reordered_node_says_which_rows_are_its_own(
-    start, used, beyond, size, gap, random
-):
+def test_a_plan_of_a_reordered_node_says_which_rows_are_its_own(start, used, beyond, size, random):
     n = used + beyond
     token_at = random.sample(range(n), n)
     stored = np.empty(n, dtype=np.int32)
     stored[token_at] = np.arange(n)
     chosen = sorted(random.sample(range(start + used + 10), random.randint(0, used)))
-    plan = plan_part(np.array(chosen, dtype=np.int64), Part(start, used, size, n, stored), 0, gap)
+    plan = plan_part(np.array(chosen, dtype=np.int64), Part(start, used, size, n, stored), 0)
     own = {t - start for t in chosen if start <= t < start + used}
     rows = [c * size + i for c in plan.chunks.tolist() for i in range(size) if c * size + i < n]
     assert plan.arriving == len(rows)
