@@ -16,7 +16,7 @@ from impress_cli.session import loaded_model, opened_store, stored_model
 from impress_cli.ttft import ttft_lines
 from impress_cli.ui import Ui
 from impress_cli.units import format_bytes
-from impress_cli.verdicts import verdict_notes
+from impress_cli.verdicts import Asked, verdict_notes
 from store.errors import InvalidValueError
 
 if TYPE_CHECKING:
@@ -134,8 +134,8 @@ class Asker:
         self._say_once(lone_head(chosen.choice.given(), answer.layers))
         self._say_once(layout_notes(chosen.system, self.store, answer, sparse))
         if answer.layers:
-            known = self.store.verdicts()
-            self._say_once(verdict_notes(known, chosen.system, sparse.retention, self.store.path))
+            asked = Asked.of(chosen.system, sparse, _evidence_used(answer.layers), self.store)
+            self._say_once(verdict_notes(self.store.verdicts(), asked, self.store.path))
         parting = divergence(answer.matched, prefix.ids, self.model.tokenizer)
         return Reply(answer, prefix, parting, sparse)
 

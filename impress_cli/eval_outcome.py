@@ -5,25 +5,29 @@ The evaluation is `pipelines.evaluate`'s, the options are `evaluate`'s.
 
 from __future__ import annotations
 
-import shlex
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from impress_cli.bench_inputs import picture_title
 from impress_cli.build_choices import existing_info
 from impress_cli.envelope import envelope
+from impress_cli.eval_command import command_line
 from impress_cli.eval_tables import eval_object, eval_table, eval_versions, task_lines
 from impress_cli.options import DiskSettings, MemorySettings
 from impress_cli.ui import Ui
 from impress_cli.units import format_bytes, format_seconds
-from impress_cli.verdicts import verdicts_of
-from store.errors import InvalidValueError, StoreError
+from impress_cli.verdicts import keep_verdicts, unkept, verdicts_of
+from store.errors import ImpressError, InvalidValueError
 
 if TYPE_CHECKING:
     from pipelines.eval_values import EvalOptions, EvalReport
     from pipelines.models import LoadedModel
+    from pipelines.sources.fewshot import TaskRequests
+    from store.identity import ModelIdentity
+    from store.info import StoreInfo
 
 _TITLE = "What leaving out part of the KV costs in accuracy"
 #: What the folders of tasks must hold.
@@ -43,18 +47,47 @@ class Subject:
     threads: int | None
     memory: MemorySettings
 
-    def load(self, ui: Ui, store: Path) -> LoadedModel:
-        """Load the model: the one named, else the store's, else the default one.
+    def check(self, ui: Ui, store: Path) -> StoreInfo | None:
+        """Facts of the store, None where there is none yet. Loads no model.
 
-        Raises ImpressError, also for a memory budget that is of no use to the store.
+        Raises ImpressError for a folder that is no store, for a memory budget that is of no use to
+        it, and for a model that is known to be another one.
         """
-        from impress_cli.session import DEFAULT_MODEL, loaded_model, opened_store
+        from impress_cli.session import opened_store
 
         info = existing_info(store)
+        if info is not None:
+            info.identity.require(self._expected(info), str(store))
+            if self._limited:
+                with opened_store(ui, store, memory=self.memory):
+                    pass
+        return info
+
+    def _expected(self, info: StoreInfo) -> ModelIdentity:
+        """The model's identity as far as that is known without its weights, else the store's.
+
+        A name may stand for files that are not here yet, so that only folders are looked into.
+        """
+        from pipelines.devices import resolve_device, resolve_dtype
+        from pipelines.identify import make_identity
+        from pipelines.model_files import BUNDLED
+        from pipelines.models import read_config
+
+        stored, spec = info.identity, self.model or info.model_spec
+        dtype = resolve_dtype(self.dtype or info.dtype, resolve_device(self.device))
+        folder = Path(spec).expanduser()
+        if spec == BUNDLED or not folder.is_dir():
+            return replace(stored, dtype=dtype)
+        config = read_config(folder, spec)
+        return make_identity(
+            config, dtype=dtype, weights=stored.weights, tokenizer=stored.tokenizer
+        )
+
+    def load(self, ui: Ui, info: StoreInfo | None) -> LoadedModel:
+        """Load the model: the one named, else the store's, else the default one."""
+        from impress_cli.session import DEFAULT_MODEL, loaded_model
+
         spec, dtype = (DEFAULT_MODEL, "auto") if info is None else (info.model_spec, info.dtype)
-        if info is not None and self._limited:
-            with opened_store(ui, store, memory=self.memory):
-                pass  # what is wrong with the budgets is said before a model is loaded
         return loaded_model(
             ui,
             self.model or spec,
@@ -68,7 +101,13 @@ class Subject:
         """Whether anything was said about memory."""
         return (self.memory.device_bytes, self.memory.host_bytes) != (None, None)
 
-    def evaluate(self, outcome: Outcome, model: LoadedModel, results: Path) -> EvalReport:
+    def evaluate(
+        self,
+        outcome: Outcome,
+        model: LoadedModel,
+        results: Path,
+        prepared: Mapping[str, TaskRequests],
+    ) -> EvalReport:
         """Answer what was not answered yet, and return the result of all."""
         from pipelines.evaluate import evaluate
         from store.run_maker import MemoryOptions
@@ -76,6 +115,7 @@ class Subject:
         memory = None
         if self._limited:
             memory = MemoryOptions(self.memory.device_bytes or 0, self.memory.host_bytes or 0)
+        outcome.answered = Answered(self, results)
         outcome.ui.note(f"answers are kept in {results}; run the same command again to go on")
         with outcome.ui.progress() as progress:
             return evaluate(
@@ -86,12 +126,23 @@ class Subject:
                 progress,
                 io=outcome.disk.io_options(),
                 memory=memory,
+                prepared=prepared,
             )
 
 
-@dataclass(frozen=True, slots=True)
+class Answered(NamedTuple):
+    """Who answers, and the folder that keeps the answers."""
+
+    subject: Subject
+    results: Path
+
+
+@dataclass(slots=True)
 class Outcome:
-    """What was asked for, and where its result goes."""
+    """What was asked for, and where its result goes.
+
+    ``answered`` is None until answers are asked for.
+    """
 
     ui: Ui
     store: Path
@@ -99,13 +150,10 @@ class Outcome:
     disk: DiskSettings
     markdown: Path | None
     plot: Path | None
+    answered: Answered | None = None
 
     def check(self) -> None:
         """Refuse what can be refused before a model is loaded. Raises InvalidValueError."""
-        folders = {"data-dir": self.options.data_dir, "include-path": self.options.include_path}
-        for name, folder in folders.items():
-            if folder is not None and not folder.is_dir():
-                raise InvalidValueError(f"--{name} {folder}: no such folder; {_HOLDS[name]}")
         if self.markdown is not None:
             from pipelines.eval_report import require_markdown
 
@@ -114,6 +162,13 @@ class Outcome:
             from pipelines.plots import require_plots
 
             require_plots(self.plot)
+
+    def prepare(self) -> dict[str, TaskRequests]:
+        """Load the tasks, which also finds rows of another shape. Raises SourceError."""
+        from pipelines.eval_tasks import prepare_tasks
+
+        with self.ui.progress() as progress:
+            return prepare_tasks(self.options, progress)
 
     def publish(self, report: EvalReport, model: LoadedModel, *, as_json: bool) -> None:
         """Keep a verdict in the store, write the result where it was asked for, and show it.
@@ -155,8 +210,10 @@ class Outcome:
     def _write(self, report: EvalReport, model: LoadedModel, path: Path) -> None:
         from pipelines.eval_report import markdown, write_markdown
 
+        assert self.answered is not None, "there is a report"
+        command = command_line(self, *self.answered, model)
         facts = {
-            "command": f"`{self.command_line()}`",
+            "command": f"`{command}`",
             "model": f"{picture_title(model)} in {model.identity.dtype} on {model.device}",
             "date": _now(),
             "versions": ", ".join(f"{name} {number}" for name, number in eval_versions().items()),
@@ -180,8 +237,8 @@ class Outcome:
 
     def _keep(self, report: EvalReport, model: LoadedModel) -> None:
         """Store verdicts. One that can't be kept costs a warning, not the result."""
-        from store.engine import PrefixStore
-
+        for text in unkept(report):
+            self.ui.warn(text)
         facts = {
             "date": _now(),
             "model": model.spec,
@@ -189,42 +246,36 @@ class Outcome:
             "synthetic": model.synthetic,
             "versions": eval_versions(),
         }
-        verdicts = verdicts_of(report, facts)
+        verdicts = verdicts_of(report, self.options.base, facts)
         if not verdicts:
             return
         try:
-            with PrefixStore.open(self.store, identity=model.identity) as store:
-                known = [_undated(verdict) for verdict in store.verdicts()]
-                for verdict in verdicts:
-                    if _undated(verdict) not in known:
-                        store.add_verdict(verdict)
-        except StoreError as error:
+            paths = self._paths(model)
+            for path in dict.fromkeys(paths.values()):
+                theirs = [verdict for verdict in verdicts if paths[verdict["system"]] == path]
+                keep_verdicts(path, model.identity, theirs)
+        except ImpressError as error:
             self.ui.warn(f"the store keeps no verdict: {error}")
 
-    def command_line(self) -> str:
-        """The command that gives this result again, as far as options decide about answers."""
-        asked = self.options
-        given = [
-            ("--store", self.store),
-            ("--tasks", ",".join(asked.tasks)),
-            *(("--retention", f"{share:g}") for share in asked.retention),
-            ("--systems", ",".join(asked.systems)),
-            ("--limit", asked.limit),
-            ("--num-fewshot", asked.num_fewshot),
-            ("--max-prefix-tokens", asked.max_prefix_tokens),
-            ("--data-dir", asked.data_dir),
-            ("--include-path", asked.include_path),
-            ("--seed", asked.seed),
-        ]
-        words = [str(word) for pair in given if pair[1] is not None for word in pair]
-        words += [] if asked.controls else ["--no-controls"]
-        words += ["--recompute", "all"] if asked.recompute_all else []
-        return shlex.join(["impress", "eval", *words])
+    def _paths(self, model: LoadedModel) -> dict[str, Path]:
+        """By system the store that it answered from: its layout may not be the named one's."""
+        from pipelines.eval_answers import Results
+        from pipelines.eval_stores import EvalStores
+        from pipelines.ttft_values import Layout
+
+        assert self.answered is not None, "there is a report"
+        layouts = {s.name: Layout.of(s) for s in self.options.made_systems if s.reuse}
+        # Where each layout is was noted beside the answers, so that no prefix is needed to tell.
+        results = Results(self.answered.results)
+        paths = EvalStores(self.store, model, list(layouts.values()), [], results).paths
+        return {name: paths[layout] for name, layout in layouts.items()}
 
 
-def _undated(verdict: dict[str, Any]) -> dict[str, Any]:
-    """Return a verdict without its date: a command that is run again finds the same."""
-    return {name: value for name, value in verdict.items() if name != "date"}
+def require_folders(data_dir: Path | None, include_path: Path | None) -> None:
+    """Raise InvalidValueError for a folder of tasks that is not there."""
+    for name, folder in (("data-dir", data_dir), ("include-path", include_path)):
+        if folder is not None and not folder.is_dir():
+            raise InvalidValueError(f"--{name} {folder}: no such folder; {_HOLDS[name]}")
 
 
 def _now() -> str:

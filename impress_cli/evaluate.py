@@ -167,11 +167,17 @@ def command(
     path as `impress query`; its scores are lm-eval's. Run again to resume: what was answered is not
     asked again. The store is made where there is none, and keeps a verdict.
     """
-    from impress_cli.eval_outcome import Outcome, Subject
+    from impress_cli.eval_outcome import Outcome, Subject, require_folders
+    from pipelines.eval_check import check_tasks
+
+    asked = words(tasks, "--tasks")
+    require_folders(data_dir, include_path)
+    check_tasks(asked, data_dir=data_dir, include_path=include_path)
+    # Imports torch, which takes long, so that it comes behind what can be told without.
     from pipelines.eval_values import EvalOptions
 
     options = EvalOptions(
-        tasks=words(tasks, "--tasks"),
+        tasks=asked,
         systems=words(systems, "--systems"),
         retention=_retentions(retention),
         limit=limit,
@@ -189,8 +195,10 @@ def command(
     outcome = Outcome(ui, store, options, disk, markdown, plot)
     outcome.check()
     subject = Subject(model, None if dtype is None else dtype.value, device, threads, memory)
-    loaded = subject.load(ui, store)
-    report = subject.evaluate(outcome, loaded, results or _default_results(store))
+    info = subject.check(ui, store)
+    prepared = outcome.prepare()
+    loaded = subject.load(ui, info)
+    report = subject.evaluate(outcome, loaded, results or default_results(store), prepared)
     outcome.publish(report, loaded, as_json=json_output)
 
 
@@ -203,7 +211,7 @@ def _retentions(given: list[str] | None) -> tuple[float, ...]:
     return tuple(dict.fromkeys(share for text in given for share in shares(text, "--retention")))
 
 
-def _default_results(store: Path) -> Path:
+def default_results(store: Path) -> Path:
     """Where answers are kept unless told: beside the store, which holds nothing but itself."""
     place = store.absolute()
     return place.with_name(f"{place.name}.eval")

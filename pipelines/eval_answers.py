@@ -2,7 +2,8 @@
 
 Owns the folder of results: one JSON Lines file for each way to answer a task, named by a digest of
 everything that decides the answers, and a small file of facts about the stores. An answer is
-written when it is there; a process that is killed loses the one under way.
+written when it is there; a process that is killed loses the one under way. Facts are read anew each
+time, as another process may have noted some.
 """
 
 from __future__ import annotations
@@ -11,10 +12,13 @@ import hashlib
 import json
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
+
+from filelock import FileLock
 
 from pipelines.eval_values import Scored, Way
 from store.errors import InvalidValueError
@@ -97,7 +101,6 @@ class Results:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise _unwritable(folder, error) from error
-        self._facts = self._read_facts()
 
     def answers(self, way: Way, key: Mapping[str, Any]) -> Answers:
         """Answers given in one way; ``key`` is everything beside the requests that decides them."""
@@ -107,21 +110,44 @@ class Results:
         name = re.sub(r"[^\w.@+-]", "_", f"{way.task}-{way.system}{share}-{digest}.jsonl")
         return Answers(self._folder / name)
 
+    def of_store(self, name: str, store_id: str) -> StoreFacts:
+        """Facts about the store of an id, that has a name now."""
+        return StoreFacts(self, name, store_id)
+
     def fact(self, name: str) -> Any:
         """What was noted under a name (a JSON value), None for nothing."""
-        return self._facts.get(name)
+        # A new file takes the place of the old one at once, so that none is read half written.
+        return self._read_facts().get(name)
 
     def note(self, name: str, value: Any) -> None:
-        """Note a fact about a store that a later run can't see."""
-        if self._facts.get(name) == value:
+        """Note a fact that a later run can't see; what other processes noted stays."""
+        if self.fact(name) == value:
             return
-        self._facts[name] = value
         path, new = self._folder / _FACTS, self._folder / f".{_FACTS}.tmp"
         try:
-            new.write_text(json.dumps(self._facts, indent=1, sort_keys=True), encoding="utf-8")
-            new.replace(path)
+            with FileLock(self._folder / f".{_FACTS}.lock"):
+                facts = {**self._read_facts(), name: value}
+                new.write_text(json.dumps(facts, indent=1, sort_keys=True), encoding="utf-8")
+                new.replace(path)
         except OSError as error:
             raise _unwritable(self._folder, error) from error
+
+    @contextmanager
+    def ordering(self, store_id: str) -> Iterator[None]:
+        """Hold what lets one process at a time put rows of a store in order; waits for others.
+
+        Whoever holds it knows that an order that is noted as under way is one that was broken off.
+        The kernel lets go of it when a process dies.
+        """
+        lock = FileLock(self._folder / f".order-{store_id}.lock")
+        try:
+            lock.acquire()
+        except OSError as error:
+            raise _unwritable(self._folder, error) from error
+        try:
+            yield
+        finally:
+            lock.release()
 
     def _read_facts(self) -> dict[str, Any]:
         path = self._folder / _FACTS
@@ -133,6 +159,34 @@ class Results:
             log.warning("%s can't be read and is written anew: %s", path, error)
             return {}
         return found if isinstance(found, dict) else {}
+
+
+class StoreFacts:
+    """Facts about one store, kept by its id: another one may take its place, and its name.
+
+    Earlier versions went by the name alone. What they noted counts for the first store of that
+    name that is seen here, so that what they began is gone on with.
+    """
+
+    def __init__(self, results: Results, name: str, store_id: str) -> None:
+        self._results, self._name, self._id = results, name, store_id
+        if results.fact(self._owner) is None:
+            results.note(self._owner, store_id)
+
+    @property
+    def _owner(self) -> str:
+        return f"store {self._name}"
+
+    def get(self, kind: str, what: str) -> Any:
+        """What was noted, None for nothing."""
+        found = self._results.fact(f"{kind} {self._id} {what}")
+        if found is None and self._results.fact(self._owner) == self._id:
+            return self._results.fact(f"{kind} {self._name} {what}")
+        return found
+
+    def note(self, kind: str, what: str, value: Any) -> None:
+        """Note a fact (a JSON value)."""
+        self._results.note(f"{kind} {self._id} {what}", value)
 
 
 def _unwritable(folder: Path, error: OSError) -> InvalidValueError:

@@ -10,7 +10,7 @@ import hashlib
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 #: Share of tokens that the questions select which decide an order.
 _RETENTION = 0.25
-#: Fact about a node whose rows are being put in order.
+#: Fact about a node whose rows are being put in order, by whoever holds `Results.ordering`.
 _UNDER_WAY = "under way"
 
 
@@ -124,7 +124,7 @@ def order_stores(
     jobs = [(path, task) for path in wanted for task in tasks]
     for done, (path, task) in enumerate(jobs):
         progress(ProgressEvent("order", done, len(jobs), "prefixes", task.name))
-        with stores.open(path) as store:
+        with stores.open(path) as store, results.ordering(store.info.store_id):
             asked = _Ordering(store, stores.model, task, results).run(report.warnings)
         report.questions[task.name] = min(asked, report.questions.get(task.name, asked))
     progress(ProgressEvent("order", len(jobs), len(jobs), "prefixes"))
@@ -137,7 +137,8 @@ class _Ordering:
     def __init__(
         self, store: PrefixStore, model: LoadedModel, task: EvalTask, results: Results
     ) -> None:
-        self._store, self._model, self._task, self._results = store, model, task, results
+        self._store, self._model, self._task = store, model, task
+        self._facts = results.of_store(store.path.name, store.info.store_id)
         self._nodes = [one.node for one in store.match(task.prefix.ids).nodes]
 
     def run(self, warnings: list[str]) -> int:
@@ -146,8 +147,10 @@ class _Ordering:
         found = any(self._is_found(node) for node in self._nodes)
         if found:
             warnings.append(
-                f"{name}: its rows in {self._store.path} were in another order than an evaluation "
-                "gives them, and stayed there; the queries behind that order may be those evaluated"
+                f"{name}: its rows in {self._store.path} are in an order that this folder of "
+                "results knows nothing of, and stay there; unless an evaluation with another "
+                "folder (or one since deleted) gave it, the queries behind that order may be those "
+                "evaluated"
             )
         todo = [node for node in self._nodes if self._is_todo(node)]
         forgetful = any(not remembers(self._store, node) for node in self._nodes)
@@ -160,11 +163,14 @@ class _Ordering:
             )
         return 0 if found else len(questions)
 
-    def _fact(self, node: PrefixNode) -> str:
-        return f"order {self._store.path.name} {node.node_id}"
+    def _noted(self, node: PrefixNode) -> Any:
+        return self._facts.get("order", node.node_id)
+
+    def _note(self, node: PrefixNode, value: str) -> None:
+        self._facts.note("order", node.node_id, value)
 
     def _is_todo(self, node: PrefixNode) -> bool:
-        noted = self._results.fact(self._fact(node))
+        noted = self._noted(node)
         if noted == _UNDER_WAY:
             return True
         if self._store.order(node.node_id) is not None:
@@ -173,7 +179,7 @@ class _Ordering:
         return bool(noted != node_order(self._store, node))
 
     def _is_found(self, node: PrefixNode) -> bool:
-        noted = self._results.fact(self._fact(node))
+        noted = self._noted(node)
         if noted == _UNDER_WAY or self._store.order(node.node_id) is None:
             return False
         return bool(noted != node_order(self._store, node))
@@ -182,7 +188,7 @@ class _Ordering:
         self, todo: Sequence[PrefixNode], questions: Sequence[np.ndarray], *, remember: bool
     ) -> None:
         for node in todo:
-            self._results.note(self._fact(node), _UNDER_WAY)
+            self._note(node, _UNDER_WAY)
             if self._store.order(node.node_id) is not None:
                 # Stopped half-way: the questions must meet what they met the first time.
                 self._store.reorder(node.node_id, None)
@@ -197,7 +203,7 @@ class _Ordering:
         done = {node.node_id for node in todo}
         for node in self._nodes:
             if node.node_id in done:
-                self._results.note(self._fact(node), node_order(self._store, node))
+                self._note(node, node_order(self._store, node))
 
     def _asked(self, questions: Sequence[np.ndarray], *, remember: bool) -> AccessStats:
         """What the questions found important, by all keys.
@@ -248,7 +254,12 @@ def node_order(store: PrefixStore, node: PrefixNode) -> str:
     return hashlib.blake2b(raw, digest_size=8).hexdigest()
 
 
+def node_orders(store: PrefixStore, ids: np.ndarray) -> list[tuple[int, str]]:
+    """First token of each node of a prefix and the digest of its order."""
+    return [(one.node.start, node_order(store, one.node)) for one in store.match(ids).nodes]
+
+
 def prefix_order(store: PrefixStore, ids: np.ndarray) -> str:
     """Digest of where a store has the rows of a prefix: it decides which chunks hold which."""
-    parts = [(one.node.start, node_order(store, one.node)) for one in store.match(ids).nodes]
+    parts = node_orders(store, ids)
     return hashlib.blake2b(repr(parts).encode(), digest_size=8).hexdigest()

@@ -6,6 +6,7 @@ under. Who answers which document when is `evaluate`'s.
 
 from __future__ import annotations
 
+import math
 import platform
 from contextlib import ExitStack
 from dataclasses import asdict, replace
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pipelines.eval_answers import Answers, Results
-from pipelines.eval_fill import prefix_history, prefix_order, remembers
+from pipelines.eval_fill import node_orders, prefix_history, prefix_order, remembers
 from pipelines.eval_score import Pair, Scorer, Written, score_document, write_document
 from pipelines.eval_stores import NOTHING_KEPT, EvalStores
 from pipelines.eval_tasks import EvalTask
@@ -31,19 +32,65 @@ from pipelines.eval_values import (
 from pipelines.systems import SYSTEMS, System, make_system
 from pipelines.ttft_values import Layout
 from store.disk.io import IOOptions
+from store.errors import StoreLockedError
 from store.itf.options import SparseOptions
 from store.run_maker import MemoryOptions
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from pipelines.models import LoadedModel
     from store.engine import PrefixStore
 
 #: The way that may answer for `RECOMPUTE`.
 FULL_LOAD = "full-load"
+#: Evidence that lies in the store beside the keys.
+_PROBED = ("auto", "heads", "sketch")
 #: Distributions whose versions decide what an answer is.
 _DISTRIBUTIONS = ("impress-kv", "torch", "transformers")
 #: Apart from each other by more than there are documents: each gets a random set of its own.
 _SEED_STEP = 1_000_003
+#: Seeds of a random set, which are multiplied by 100 003 for a generator that takes 64 bits.
+_SEEDS = 2**64 // 100_003 + 1
+
+
+class Placed(NamedTuple):
+    """Where a store had a prefix when its lane was made: an answer is kept for just that.
+
+    ``nodes`` are ids and generations, ``orders`` what `node_orders` found. In a ``mixed`` one
+    chunks hold rows of the prefix among those of a longer one that was stored before.
+    """
+
+    ids: np.ndarray
+    nodes: list[tuple[str, int]]
+    orders: list[tuple[int, str]]
+    mixed: bool
+
+    @classmethod
+    def of(cls, store: PrefixStore, ids: np.ndarray) -> Placed:
+        """Look at the store as it is."""
+        # Nodes first: what changes in between is then found to have changed.
+        nodes, orders = _nodes(store, ids), node_orders(store, ids)
+        mixed = any(
+            one.used < one.node.good_tokens and store.order(one.node.node_id) is not None
+            for one in store.match(ids).nodes
+        )
+        return cls(ids, nodes, orders, mixed)
+
+    def holds(self, store: PrefixStore) -> bool:
+        """Whether the rows lie where they lay; no file is read unless something was written.
+
+        A match that ends earlier, as damage was met, is no change of the order.
+        """
+        now = _nodes(store, self.ids)
+        if now == self.nodes[: len(now)]:
+            return True
+        orders = node_orders(store, self.ids)  # a repair leaves them as they were
+        return orders == self.orders[: len(orders)]
+
+
+def _nodes(store: PrefixStore, ids: np.ndarray) -> list[tuple[str, int]]:
+    return [(one.node.node_id, one.node.generation) for one in store.match(ids).nodes]
 
 
 class Lane(NamedTuple):
@@ -57,6 +104,8 @@ class Lane(NamedTuple):
         Whether the question is asked without the prefix.
     asked
         The share asked for, where it is not the way's own.
+    placed
+        Where the prefix lies; None where no answer depends on that.
     """
 
     way: Way
@@ -66,12 +115,33 @@ class Lane(NamedTuple):
     alone: bool
     asked: float | None
     answers: Answers
+    placed: Placed | None = None
+
+    def require_same_order(self) -> None:
+        """Raise `StoreLockedError` where rows were moved since the lane was made.
+
+        Answers are kept by the order that rows had then.
+        """
+        if self.placed is not None and not self.placed.holds(self.store):
+            raise StoreLockedError(
+                f"the store {self.store.path} was reordered during the evaluation; what was "
+                "answered before is kept, run the same command again"
+            )
+
+    @property
+    def shows_evidence(self) -> bool:
+        """Whether an answer that reads no evidence tells that it was lost.
+
+        Not with memory, where evidence may stay.
+        """
+        kept = self.store.memory.host_bytes or self.store.memory.device_bytes
+        return self.sparse.sparse and self.sparse.evidence in _PROBED and not kept
 
     def answer(self, model: LoadedModel, number: int, document: list[Pair] | Written) -> Scored:
         """Answer a document."""
         sparse = self.sparse
         if self.way.system == RANDOM:
-            sparse = replace(sparse, seed=sparse.seed * _SEED_STEP + number)
+            sparse = replace(sparse, seed=(sparse.seed * _SEED_STEP + number) % _SEEDS)
         scorer = Scorer(self.store, model, sparse, load=self.load)
         scored = (
             write_document(scorer, number, document)
@@ -146,6 +216,7 @@ class LaneMaker:
     ) -> Lane:
         layout = Layout.of(system)
         store = self._store(way.system, self._stores.paths[layout], system)
+        placed = Placed.of(store, task.prefix.ids)
         key = {
             "prefix": task.prefix_digest,
             "load": True,
@@ -157,7 +228,8 @@ class LaneMaker:
         }
         if sparse.ahead or sparse.evidence == STATIC:
             key["history"] = prefix_history(store, task.prefix.ids)
-        return self._lane(way, store, sparse, key, True, False, asked)
+        lane = self._lane(way, store, sparse, key, True, False, asked)
+        return lane._replace(placed=placed)
 
     def remembers(self, task: EvalTask) -> bool:
         """Whether the store of `OURS` knows what past queries found important of a prefix."""
@@ -190,6 +262,20 @@ class LaneMaker:
             opened = self._stores.open(path, io=self._io, memory=memory)
             self._open[user] = self._stack.enter_context(opened)
         return self._open[user]
+
+
+def corrected_share(asked: float, loaded: float, wanted: float) -> float:
+    """Share to ask a control for so that it loads ``wanted``, if ``asked`` gave ``loaded``.
+
+    With c tokens of the prefix in a chunk, 1 - (1 - asked)^c of the chunks are loaded: what was
+    seen tells c. Where everything was loaded nothing does, and less is asked for in proportion.
+    """
+    if wanted >= 1.0:
+        return 1.0
+    if not (0.0 < loaded < 1.0 and asked < 1.0):
+        return min(1.0, asked * wanted / loaded) if loaded else asked
+    tokens = math.log1p(-loaded) / math.log1p(-asked)
+    return -math.expm1(math.log1p(-wanted) / tokens)
 
 
 def _versions() -> dict[str, str]:

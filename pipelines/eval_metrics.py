@@ -16,8 +16,9 @@ from pipelines.eval_values import Scored
 class MetricValues(NamedTuple):
     """A metric of a task: lm-eval's aggregate and standard error, and values by document.
 
-    ``stderr`` is None where lm-eval would have to draw samples; a document without a value of its
-    own (F1) is not in ``values``.
+    ``stderr`` is None where lm-eval would have to draw samples. ``values`` is empty where the
+    aggregate is no mean of the documents' values, as of F1 and of perplexity, whose documents count
+    in another unit and direction: nothing can be compared document by document then.
     """
 
     name: str
@@ -91,12 +92,13 @@ def _aggregated(task: Any, metric: str, name: str, values: dict[int, Any]) -> Me
     items = list(values.values())
     aggregate = task.aggregation().get(metric, mean)
     # Other aggregates' errors are drawn by lm-eval in processes of its own, which takes long.
-    exact = aggregate is mean and len(items) > 1
+    of_documents = aggregate is mean
+    known = values.items() if of_documents else ()
     return MetricValues(
         name,
         float(aggregate(items)),
-        float(stderr_for_metric(mean, 1)(items)) if exact else None,
-        {number: float(value) for number, value in values.items() if _is_number(value)},
+        float(stderr_for_metric(mean, 1)(items)) if of_documents and len(items) > 1 else None,
+        {number: float(value) for number, value in known if _is_number(value)},
         bool(task.higher_is_better().get(metric, True)),
     )
 

@@ -27,7 +27,8 @@ _LEVELS = {RECOMPUTE: "--", NO_PREFIX: ":"}
 def plot_eval(report: EvalReport, path: Path, title: str) -> None:
     """Accuracy and divergence against what is loaded: a line per system, a marker per retention.
 
-    Shows the rows that `headline_rows` gives: the average of the tasks, of one task that task.
+    Shows the first of what `headline_rows` gives: the average of the tasks that have its metric, of
+    one task that task.
     What does not diverge has no place on a logarithmic axis and is left out there.
 
     Raises
@@ -54,13 +55,13 @@ def plot_eval(report: EvalReport, path: Path, title: str) -> None:
 
 
 def _shown(report: EvalReport) -> list[EvalRow]:
-    """Headline rows of one task or of the average; of several tasks without one, the first's."""
+    """Headline rows of the first average, else of the first task: one picture has one metric."""
     rows = headline_rows(report)
-    return [row for row in rows if row.task == rows[0].task]
+    return [row for row in rows if (row.task, row.metric) == (rows[0].task, rows[0].metric)]
 
 
 def _about(report: EvalReport, rows: list[EvalRow]) -> str:
-    tasks = ", ".join(task.name for task in report.tasks)
+    tasks = ", ".join(task.name for task in report.tasks if rows[0].metric in task.metrics)
     of = f"average of {tasks}" if rows[0].task == AVERAGE else rows[0].task
     return f"{of}, {rows[0].n} documents"
 

@@ -65,14 +65,19 @@ def table_rows(report: EvalReport) -> Iterator[list[str]]:
             yield texts
 
 
+def is_share(metric: str) -> bool:
+    """Whether a metric lies between 0 and 1, so that it is told in % and points."""
+    return metric.startswith(_SHARES)
+
+
 def cells(row: EvalRow) -> list[str]:
     """Texts of a row, one per column of `COLUMNS`."""
-    share = row.metric.startswith(_SHARES)
+    share = is_share(row.metric)
     flips = row.flips_worse is not None and row.flips_better is not None
     return [
         row.task,
         row.system,
-        _known(row.retention, percent),
+        _known(row.retention, lambda asked: f"{100 * asked:.4g} %"),
         percent(row.selected_ratio),
         percent(row.loaded_ratio),
         percent(row.probe_ratio),
@@ -129,17 +134,28 @@ def _megabytes(size: float) -> str:
 
 
 def headline_rows(report: EvalReport) -> list[EvalRow]:
-    """The rows that a system is judged by: one per system, control and retention.
+    """The rows that a system is judged by; each task is covered by one of them.
 
-    Those of the average, of the tasks where there is none; of the metric that the tasks name first.
+    Averages of the metrics that tasks name first, as few as cover all tasks that have one; then
+    tasks that none of them covers, by their first metric.
     """
-    first = {task.name: task.metrics[0] for task in report.tasks}
-    averaged = [row for row in report.rows if row.task == AVERAGE]
-    known = {row.metric for row in averaged}
-    metric = next((name for name in first.values() if name in known), None)
-    if metric is not None:
-        return [row for row in averaged if row.metric == metric]
-    return [row for row in report.rows if row.metric == first.get(row.task)]
+    known = {row.metric for row in report.rows if row.task == AVERAGE}
+    averaged: list[str] = []
+    for task in report.tasks:
+        if task.metrics[0] in known and not set(averaged) & set(task.metrics):
+            averaged.append(task.metrics[0])
+    alone = {
+        task.name: task.metrics[0] for task in report.tasks if not set(averaged) & set(task.metrics)
+    }
+    return [
+        *(
+            row
+            for name in averaged
+            for row in report.rows
+            if (row.task, row.metric) == (AVERAGE, name)
+        ),
+        *(row for row in report.rows if row.metric == alone.get(row.task)),
+    ]
 
 
 def markdown(report: EvalReport, title: str, facts: Mapping[str, str]) -> str:

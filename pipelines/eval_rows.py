@@ -6,9 +6,12 @@ Metrics are lm-eval's (`eval_metrics`), statistics `eval_stats`'. Nothing here a
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
+
+import numpy as np
 
 from pipelines.eval_metrics import MetricValues
 from pipelines.eval_stats import (
@@ -19,10 +22,11 @@ from pipelines.eval_stats import (
     average_stderr,
     known_mean,
     mcnemar_exact,
+    normal_interval,
     paired,
     separation,
 )
-from pipelines.eval_values import AVERAGE, CONTROLS, OURS, EvalRow, Scored, Way
+from pipelines.eval_values import AVERAGE, CONTROLS, NO_PREFIX, OURS, EvalRow, Scored, Way
 
 
 class Answered(NamedTuple):
@@ -109,14 +113,21 @@ def _paired(reference: MetricValues, system: MetricValues) -> Paired | None:
 
 
 def _kl(reference: Answered, one: Answered) -> float | None:
-    pairs = zip(reference.answers, one.answers, strict=True)
-    return known_mean(
-        [
-            answer_kl(before.loglikelihoods, after.loglikelihoods)
-            for before, after in pairs
-            if before.loglikelihoods
-        ]
-    )
+    return known_mean(list(_divergences(reference, one).values()))
+
+
+def _divergences(reference: Answered, one: Answered) -> dict[int, float]:
+    """By document, in nats; without those that have no choices or no numbers."""
+    # Beside each choice a task with this metric also asks for the choice alone.
+    alone = any(metric.name.startswith("acc_mutual_info") for metric in reference.metrics)
+    found = {}
+    for before, after in zip(reference.answers, one.answers, strict=True):
+        if before.loglikelihoods:
+            choices = len(before.loglikelihoods) // (2 if alone else 1)
+            kl = answer_kl(before.loglikelihoods[:choices], after.loglikelihoods[:choices])
+            if kl is not None:
+                found[before.document] = kl
+    return found
 
 
 def _asked(one: Answered) -> float | None:
@@ -125,19 +136,34 @@ def _asked(one: Answered) -> float | None:
 
 
 def average_rows(rows: Sequence[EvalRow]) -> list[EvalRow]:
-    """Plain means over the tasks, for each way and metric that two tasks or more have."""
+    """Plain means over the tasks, for each metric that two tasks or more have.
+
+    Only of ways that answered all tasks with the metric: others' means would be of other tasks.
+    """
     groups: dict[tuple[str, float | None, str], list[EvalRow]] = {}
     for row in rows:
         groups.setdefault((row.system, row.retention, row.metric), []).append(row)
-    return [_average(group) for group in groups.values() if len(group) > 1]
+    tasks: Counter[str] = Counter()
+    for (_, _, metric), group in groups.items():
+        tasks[metric] = max(tasks[metric], len(group))
+    return [
+        _average(group)
+        for (_, _, metric), group in groups.items()
+        if len(group) == tasks[metric] > 1
+    ]
 
 
 def _average(rows: Sequence[EvalRow]) -> EvalRow:
     differences = [row.difference for row in rows if row.difference is not None]
     intervals = [Interval(*row.interval) for row in rows if row.interval is not None]
     compared = len(differences) == len(rows)
-    worse = sum(row.flips_worse or 0 for row in rows)
-    better = sum(row.flips_better or 0 for row in rows)
+    flips = [
+        (row.flips_worse, row.flips_better)
+        for row in rows
+        if row.flips_worse is not None and row.flips_better is not None
+    ]
+    counted = len(flips) == len(rows)
+    worse, better = (sum(counts) for counts in zip(*flips, strict=True)) if counted else (0, 0)
     return replace(
         rows[0],
         task=AVERAGE,
@@ -146,9 +172,9 @@ def _average(rows: Sequence[EvalRow]) -> EvalRow:
         n=sum(row.n for row in rows),
         difference=statistics.fmean(differences) if compared else None,
         interval=average_interval(differences, intervals) if compared else None,
-        flips_worse=worse if compared else None,
-        flips_better=better if compared else None,
-        mcnemar_p=mcnemar_exact(worse, better) if compared else None,
+        flips_worse=worse if counted else None,
+        flips_better=better if counted else None,
+        mcnemar_p=mcnemar_exact(worse, better) if counted else None,
         kl_mean=known_mean([row.kl_mean for row in rows]),
         asked_ratio=known_mean([row.asked_ratio for row in rows]),
         selected_ratio=statistics.fmean(row.selected_ratio for row in rows),
@@ -158,6 +184,77 @@ def _average(rows: Sequence[EvalRow]) -> EvalRow:
         ttft_mean_s=known_mean([row.ttft_mean_s for row in rows]),
         disk_bytes=statistics.fmean(row.disk_bytes for row in rows),
     )
+
+
+def divergence_notes(tasks: Sequence[Sequence[Answered]]) -> list[str]:
+    """How far answers of `OURS` are from recomputing's, beside everyone's at the same retention.
+
+    One sentence per task and retention, and of two tasks or more one of their average. More and
+    less are beyond chance: the 95 % interval of the paired difference has no 0 in it.
+    """
+    notes = []
+    by_share: dict[float, list[dict[str, _Gap]]] = {}
+    for found in tasks:
+        for ours in (one for one in found if one.way.system == OURS and one.way.retention):
+            gaps = _gaps(found, ours)
+            if gaps and ours.way.retention is not None:
+                notes.append(_gap_note(ours.way.task, ours.way.retention, gaps))
+                by_share.setdefault(ours.way.retention, []).append(gaps)
+    for share, several in by_share.items():
+        if len(several) == len(tasks) > 1:
+            notes.append(_gap_note(AVERAGE, share, _average_gaps(several)))
+    return notes
+
+
+class _Gap(NamedTuple):
+    """Mean divergences of `OURS` and of another, and the difference other - ours."""
+
+    ours: float
+    other: float
+    interval: Interval
+
+
+def _gaps(found: Sequence[Answered], ours: Answered) -> dict[str, _Gap]:
+    """By the name of whoever answered at the same retention, or without the prefix."""
+    own, gaps = _divergences(found[0], ours), {}
+    for one in found:
+        other = _divergences(found[0], one)
+        both = sorted(own.keys() & other.keys())
+        rival = one.way.system != OURS and one.way.retention == ours.way.retention
+        if both and (rival or one.way.system == NO_PREFIX):
+            values = np.array([[own[number], other[number]] for number in both])
+            mean = values.mean(0)
+            interval = normal_interval(values[:, 1] - values[:, 0])
+            gaps[one.way.system] = _Gap(float(mean[0]), float(mean[1]), interval)
+    return gaps
+
+
+def _average_gaps(several: Sequence[Mapping[str, _Gap]]) -> dict[str, _Gap]:
+    """Means over tasks, of whoever answered all of them."""
+    averaged = {}
+    for name in several[0]:
+        gaps = [one[name] for one in several if name in one]
+        if len(gaps) == len(several):
+            interval = average_interval(
+                [gap.other - gap.ours for gap in gaps], [gap.interval for gap in gaps]
+            )
+            ours = statistics.fmean(gap.ours for gap in gaps)
+            averaged[name] = _Gap(ours, statistics.fmean(gap.other for gap in gaps), interval)
+    return averaged
+
+
+def _gap_note(task: str, share: float, gaps: Mapping[str, _Gap]) -> str:
+    ours = next(iter(gaps.values())).ours
+    others = ", ".join(f"{name} {gap.other:.2g} ({_beyond(gap)})" for name, gap in gaps.items())
+    return f"{task} at {share:.4g}: mean KL of {OURS} {ours:.2g}, beside {others}"
+
+
+def _beyond(gap: _Gap) -> str:
+    """How a divergence compares, and by which factor."""
+    low, high = gap.interval
+    if low > 0:
+        return f"more: {gap.other / gap.ours:.2g} times" if gap.ours > 0 else "more"
+    return "less" if high < 0 else "not told apart"
 
 
 def control_notes(found: Sequence[Answered]) -> list[str]:

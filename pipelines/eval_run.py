@@ -13,10 +13,18 @@ from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from pipelines.eval_lanes import Lane, LaneMaker
-from pipelines.eval_notes import differs_warning
+import numpy as np
+
+from pipelines.eval_lanes import Lane, LaneMaker, corrected_share
+from pipelines.eval_notes import (
+    control_warning,
+    differs_warning,
+    mixed_warning,
+    number_warnings,
+    reuse_warnings,
+)
 from pipelines.eval_rows import Answered
-from pipelines.eval_score import Pair, Written
+from pipelines.eval_score import Pair, Written, apart
 from pipelines.eval_tasks import EvalTask, request_digest
 from pipelines.eval_values import (
     OURS,
@@ -37,22 +45,28 @@ if TYPE_CHECKING:
 
 #: The system that loads everything: its answers are a full load's.
 _AS_LIKE = "as-like"
+#: Part of what `OURS` loads by which a control may load more or less.
+CONTROL_TOLERANCE = 0.05
 
 
 class _Asked:
     """A document's requests; encoded once, and only where somebody has to answer them."""
 
     def __init__(self, task: EvalTask, model: LoadedModel, number: int, *, alone: bool) -> None:
-        self.number, self._model = number, model
+        self.number, self._model, self._name = number, model, task.name
         self._requests = task.requests(number, alone=alone)
         self.digest = request_digest(self._requests)
 
     @cached_property
     def encoded(self) -> list[Pair] | Written:
-        """Token ids, as lm-eval's own models have them."""
+        """Token ids, as lm-eval's own models have them, but for contexts that it would cut.
+
+        Raises `PromptError` for those.
+        """
         from pipelines.lm import EngineLM, encode_document
 
-        return encode_document(EngineLM(self._model), self._requests)
+        whole = f"task {self._name!r}: document {self.number}"
+        return encode_document(EngineLM(self._model, whole=whole), self._requests)
 
 
 class TaskRun:
@@ -62,6 +76,9 @@ class TaskRun:
     ----------
     warnings
         What is not as asked for.
+    controls_off
+        By how much a control loaded more or less than `OURS` at most, as a share of that; None
+        without such controls.
     """
 
     def __init__(
@@ -81,6 +98,7 @@ class TaskRun:
         self._full = None if options.recompute_all else self._full_lane()
         self._done = self._total = 0
         self.warnings: list[str] = []
+        self.controls_off: float | None = None
 
     def _system_lanes(self) -> list[Lane]:
         """Systems in their order, those that leave something out at each retention."""
@@ -121,6 +139,7 @@ class TaskRun:
         known = lane.answers.get(asked.number, asked.digest)
         if known is None:
             known = lane.answer(self._model, asked.number, asked.encoded)
+            lane.require_same_order()
             lane.answers.add(known, asked.digest)
         self._given.setdefault(lane.way, {})[asked.number] = known
         self._done += 1
@@ -135,7 +154,9 @@ class TaskRun:
             return None
         both = self._given.get(self._recompute.way, {}), self._given.get(self._full.way, {})
         numbers = both[0].keys() & both[1].keys()
-        return max((_apart(both[0][number], both[1][number]) for number in numbers), default=None)
+        found = [apart(both[0][number], both[1][number]) for number in numbers]
+        # numpy's max, unlike Python's, is no number where one of them is none.
+        return float(np.max(found)) if found else None
 
     def _differs(self) -> bool:
         """Whether a full load may not answer for recomputing; said once."""
@@ -151,19 +172,53 @@ class TaskRun:
     def _answer_controls(self) -> None:
         """Let controls answer, with as many chunks as `OURS` loaded on the whole task."""
         shared = [
-            lane
+            (ours, lane)
             for ours in self._systems
             if ours.way.system == OURS and ours.sparse.sparse
             for lane in self._control_lanes(ours)
         ]
         alone = self._maker.no_prefix(self._task)
-        self._controls = [*shared, alone]
-        self._total += self._task.count * len(self._controls)
+        self._ask([*(lane for _, lane in shared), alone])
+        self._controls = [*(self._matched(ours, lane) for ours, lane in shared), alone]
+
+    def _ask(self, lanes: Sequence[Lane]) -> None:
+        """Let controls answer every document."""
+        self._total += self._task.count * len(lanes)
         for number in range(self._task.count):
-            asked = _Asked(self._task, self._model, number, alone=False)
-            for lane in _in_turn(shared, number):
-                self._give(lane, asked)
-            self._give(alone, _Asked(self._task, self._model, number, alone=True))
+            kinds = {lane.alone for lane in lanes}
+            asked = {one: _Asked(self._task, self._model, number, alone=one) for one in kinds}
+            for lane in _in_turn(lanes, number):
+                self._give(lane, asked[lane.alone])
+
+    def _loaded(self, lane: Lane) -> float:
+        """Mean share of chunks that was loaded."""
+        return statistics.fmean(one.loaded_ratio for one in self._given[lane.way].values())
+
+    def _matched(self, ours: Lane, lane: Lane) -> Lane:
+        """A control that loads what `OURS` loads; where it does not, it is asked once more.
+
+        The share that it was asked for takes each chunk for full of the prefix's own tokens, which
+        fails where a longer prefix is stored.
+        """
+        wanted, first = self._loaded(ours), self._given[lane.way]
+        off = abs(self._loaded(lane) / wanted - 1.0)
+        if off > CONTROL_TOLERANCE:
+            assert lane.asked is not None
+            assert ours.way.retention is not None
+            share = corrected_share(lane.asked, self._loaded(lane), wanted)
+            name, retention = lane.way.system, ours.way.retention
+            again = self._maker.control(self._task, name, retention, share)
+            del self._given[lane.way]
+            self._ask([again])
+            closer = abs(self._loaded(again) / wanted - 1.0)
+            if closer < off:
+                lane, off = again, closer
+            else:
+                self._given[lane.way] = first
+        if off > CONTROL_TOLERANCE:
+            self.warnings.append(control_warning(lane.way, self._loaded(lane), wanted))
+        self.controls_off = max(off, self.controls_off or 0.0)
+        return lane
 
     def _control_lanes(self, ours: Lane) -> list[Lane]:
         """Both sets that know nothing of the question.
@@ -171,7 +226,7 @@ class TaskRun:
         A chunk of c tokens is loaded if one of them is selected. Chosen at random with probability
         p each, that is 1 - (1 - p)^c of the chunks; by the order that rows are stored in, p.
         """
-        share = statistics.fmean(one.loaded_ratio for one in self._given[ours.way].values())
+        share = self._loaded(ours)
         if not 0.0 < share <= 1.0:
             self.warnings.append(
                 f"{self._task.name}: {OURS} loaded nothing, so that there is nothing to compare "
@@ -193,14 +248,16 @@ class TaskRun:
     def _check_reuse(self) -> None:
         """Say who did not answer from the store as it should have."""
         tokens = len(self._task.prefix.ids)
+        placed = ((lane.store.path, lane.placed) for lane in self._systems)
+        mixed = dict.fromkeys(str(path) for path, one in placed if one is not None and one.mixed)
+        self.warnings += [mixed_warning(self._task.name, tokens, path) for path in mixed]
         for lane in (*self._systems, *self._controls):
-            given = self._given[lane.way].values()
-            short = sum(lane.load and one.reused_tokens < tokens for one in given)
-            if short:
-                self.warnings.append(
-                    f"{lane.way.system}: {short} documents of {self._task.name} reused less than "
-                    f"the prefix of {tokens} tokens, as something failed to load"
-                )
+            lane.require_same_order()
+            if lane.load:
+                given = list(self._given[lane.way].values())
+                self.warnings += reuse_warnings(lane.way, given, tokens, lane.shows_evidence)
+        for way, answers in self._given.items():
+            self.warnings += number_warnings(way, list(answers.values()))
 
     def answered(self) -> list[Answered]:
         """All ways in the order of their rows, recomputing first."""
@@ -240,11 +297,3 @@ def _in_turn(lanes: Sequence[Lane], number: int) -> list[Lane]:
     """Lanes in the order in which they answer: another one begins each time."""
     first = number % max(1, len(lanes))
     return [*lanes[first:], *lanes[:first]]
-
-
-def _apart(first: Scored, second: Scored) -> float:
-    """Largest difference of two answers' log-likelihoods; 1 for texts that differ."""
-    if first.text is not None:
-        return float(first.text != second.text)
-    pairs = zip(first.loglikelihoods, second.loglikelihoods, strict=True)
-    return max(abs(one - other) for one, other in pairs)

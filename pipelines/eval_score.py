@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from store.engine import PrefixStore
     from store.query_run import QueryRun
 
+#: What to do about a prefix that is too long for its task.
+SHORTER = "give a smaller --max-prefix-tokens, or fewer shots with --num-fewshot"
 #: Tokens of a continuation whose logits are in memory at once.
 _LOGIT_TOKENS = 512
 
@@ -134,7 +136,7 @@ class Scorer:
         if len(ids) + room > limit:
             raise PromptError(
                 f"a request has {len(ids)} tokens and {room} to follow, the model has {limit} "
-                "positions; give a smaller --max-prefix-tokens, or fewer shots with --num-fewshot"
+                f"positions; {SHORTER}"
             )
         attempts, started = Attempts(), time.perf_counter()
         run, _, logits = first_logits(self._store, self._model, ids, room, self._options, attempts)
@@ -239,3 +241,16 @@ def _scored(
         reused_tokens=first.reused_tokens,
         recovered_chunks=sum(stats.recovered_chunks for stats in all_stats),
     )
+
+
+def apart(first: Scored, second: Scored) -> float:
+    """Largest difference of two answers' log-likelihoods; 1 for texts that differ.
+
+    No number where one of them is none.
+    """
+    if first.text is not None:
+        return float(first.text != second.text)
+    one, other = np.array(first.loglikelihoods), np.array(second.loglikelihoods)
+    assert one.shape == other.shape, "answers to the same requests"
+    with np.errstate(invalid="ignore"):  # equal infinities are no difference
+        return float(np.max(np.where(one == other, 0.0, np.abs(one - other))))

@@ -42,16 +42,17 @@ class Paired(NamedTuple):
     difference, interval
         Mean of system minus reference, above 0 where the system is better, and where it lies.
     flips_worse, flips_better
-        Documents whose value fell, and those whose value rose.
+        Documents that got worse, and those that got better; None where answers are not simply
+        right or wrong (1 or 0), so that rounding would count.
     mcnemar_p
         Probability of flips as unequal as these or more, were both directions equally likely.
     """
 
     difference: float
     interval: Interval
-    flips_worse: int
-    flips_better: int
-    mcnemar_p: float
+    flips_worse: int | None
+    flips_better: int | None
+    mcnemar_p: float | None
 
 
 def paired(
@@ -76,14 +77,13 @@ def paired(
     """
     before, after = _pair(reference, system)
     change = after - before
+    mean = float(change.mean())
+    if not (_is_binary(before) and _is_binary(after)):
+        return Paired(mean, normal_interval(change), None, None, None)
     rose, fell = int((change > 0).sum()), int((change < 0).sum())
     worse, better = (fell, rose) if higher_is_better else (rose, fell)
-    interval = (
-        newcombe_interval(before, after)
-        if _is_binary(before) and _is_binary(after)
-        else normal_interval(change)
-    )
-    return Paired(float(change.mean()), interval, worse, better, mcnemar_exact(worse, better))
+    interval = newcombe_interval(before, after)
+    return Paired(mean, interval, worse, better, mcnemar_exact(worse, better))
 
 
 def _pair(
@@ -200,7 +200,9 @@ def average_stderr(errors: Sequence[float | None]) -> float | None:
 def answer_distribution(loglikelihoods: Sequence[float] | np.ndarray) -> np.ndarray:
     """Logarithms of the probabilities of a document's choices: log-softmax, float64 [choices]."""
     values = np.asarray(loglikelihoods, np.float64)
-    shifted = values - values.max()
+    # All choices impossible: -inf less itself is no number, which is what comes out.
+    with np.errstate(invalid="ignore"):
+        shifted = values - values.max()
     return np.asarray(shifted - np.log(np.exp(shifted).sum()))
 
 
@@ -210,12 +212,15 @@ def answer_kl(
     """Divergence of a document's answers in nats, reference || system.
 
     The choices' log-likelihoods [choices] are normalised to a distribution over the choices. None
-    where there is no choice: fewer than two.
+    where there is no choice (fewer than two), or none to tell: a value that is not a number, or
+    no choice that is possible.
     """
     one, two = _pair(reference, system)
     if len(one) < 2:
         return None
     before, after = answer_distribution(one), answer_distribution(two)
+    if np.isnan(before).any() or np.isnan(after).any():
+        return None
     chosen = np.isfinite(before)  # what is impossible adds nothing
     terms = np.exp(before[chosen]) * (before[chosen] - after[chosen])
     return max(0.0, float(terms.sum()))  # rounding may leave it a little below

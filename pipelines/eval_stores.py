@@ -21,7 +21,7 @@ from store.disk.io import IOOptions
 from store.engine import PrefixStore
 from store.errors import ChunkLoadError, InvalidValueError
 from store.files import IMPORTANCE, ORIGINAL
-from store.info import is_free
+from store.info import is_free, read_info
 from store.probes import ProbeSettings
 from store.run_maker import MemoryOptions
 
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 #: Layout of a store that is made although no system wants one.
 _DEFAULT = Layout.of(SYSTEMS["impress"])
+#: Fact that the named store serves a layout, whatever it is called.
+_HERE = "."
 #: What a store keeps in memory while it is filled, and by default while it answers.
 NOTHING_KEPT = MemoryOptions(device_bytes=0, host_bytes=0)
 
@@ -74,16 +76,17 @@ class EvalStores:
         prefixes: Sequence[np.ndarray],
         results: Results,
     ) -> None:
-        self.model, self.base, self._results = model, base, results
+        self.model, self.base = model, base
         self.events: list[str] = []
         wanted = list(dict.fromkeys(layouts))
         # An empty store takes the first: what `query` does best with, else an order by importance.
         wanted.sort(key=lambda layout: (layout != _DEFAULT, layout.order != IMPORTANCE))
         if not base.exists() or is_free(base):
             self._create(base, wanted[0] if wanted else _DEFAULT)
+        self._facts = results.of_store(base.name, read_info(base).store_id)
         self.paths = self._located(wanted, prefixes)
         for layout, path in self.paths.items():
-            results.note(self._fact(layout), path.name)
+            self._facts.note("layout", layout.name, _HERE if path == base else path.name)
             if path != base:
                 self._require(layout, path)
 
@@ -147,11 +150,10 @@ class EvalStores:
         What was found by an earlier run counts, which may have been stopped before it had put
         rows in order.
         """
-        noted = self._results.fact(self._fact(layout))
-        return order in (None, layout.order) if noted is None else noted == self.base.name
-
-    def _fact(self, layout: Layout) -> str:
-        return f"layout {self.base.name} {layout.name}"
+        noted = self._facts.get("layout", layout.name)
+        if noted is None:
+            return order in (None, layout.order)
+        return noted in (_HERE, self.base.name)  # earlier versions noted the name
 
     def _fits(self, store: PrefixStore, layout: Layout) -> bool:
         """Whether a store's chunks are a layout's, and it has the evidence; more is no harm."""

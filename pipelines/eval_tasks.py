@@ -6,12 +6,10 @@ answers. Prefixes are `sources.fewshot`'s, loading of tasks `sources.lmtasks`'. 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
-import logging
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,15 +17,17 @@ import numpy as np
 from pipelines.eval_metrics import MetricValues, metrics_of
 from pipelines.eval_values import EvalOptions, Scored
 from pipelines.progress import Progress, ProgressEvent
+from pipelines.sources.base import PrefixItem
 from pipelines.sources.fewshot import (
     FewshotSource,
+    TaskRequests,
     context_texts,
     fewshot_pool,
     same_shots,
     shared_end,
     shot_order,
 )
-from pipelines.sources.lmtasks import load_task, task_errors
+from pipelines.sources.lmtasks import load_task, task_errors, task_names
 from pipelines.text import encode_text
 from store.errors import PromptError, SourceError
 from store.index.ids import ids_digest
@@ -42,6 +42,7 @@ _TYPES = ("multiple_choice", "loglikelihood", "generate_until")
 _LONGEST = 4
 #: Room that encodings of a question may take more behind the shots than by itself.
 _SEAM_TOKENS = 4
+_SHORTER = "give a smaller --max-prefix-tokens, or fewer shots with --num-fewshot"
 
 
 class EvalTask:
@@ -59,7 +60,14 @@ class EvalTask:
         What is not as asked for.
     """
 
-    def __init__(self, name: str, model: LoadedModel, options: EvalOptions) -> None:
+    def __init__(
+        self,
+        name: str,
+        model: LoadedModel,
+        options: EvalOptions,
+        requests: TaskRequests | None = None,
+    ) -> None:
+        requests = requests or _prepared(name, options)
         self.name, self._model, self._data_dir = name, model, options.data_dir
         source = FewshotSource(
             name,
@@ -67,22 +75,22 @@ class EvalTask:
             max_tokens=options.max_prefix_tokens,
             data_dir=options.data_dir,
             include_path=options.include_path,
+            requests=requests,
         )
-        [self.prefix] = source.items(model.tokenizer, model.prefix_limit)
-        self.warnings = list(source.warnings)
-        self._task = load_task(name, data_dir=options.data_dir, include_path=options.include_path)
-        _require_usable(name, self._task)
+        self._task = requests.task
         with self._errors():
             self._docs = list(self._task.eval_docs)
             self._pool = list(fewshot_pool(self._task))
+        self.documents = len(self._docs)
+        self.count = min(self.documents, options.limit or self.documents)
+        self.prefix = self._fitting(source, filled=options.num_fewshot is None)
+        self.warnings = list(source.warnings)
+        with self._errors():
             self._head, self._cut = self._seam()
         config = self._task.config
         self.split = str(
             config.test_split if self._task.has_test_docs() else config.validation_split
         )
-        self.documents = len(self._docs)
-        self.count = min(self.documents, options.limit or self.documents)
-        self._check_room()
         self._check_shots()
 
     @property
@@ -145,25 +153,47 @@ class EvalTask:
             ids for ids in whole if len(self.prefix.ids) < len(ids) <= self._model.max_positions
         ]
 
-    def _check_room(self) -> None:
-        """Raise `PromptError` where the longest document does not fit behind the prefix."""
+    def _fitting(self, source: FewshotSource, *, filled: bool) -> PrefixItem:
+        """The prefix, behind which the longest document fits with its answer.
+
+        A prefix that is filled is made shorter for that, one of so many shots is not. Raises
+        `PromptError` where it does not fit.
+        """
+        tokens, answer = self._longest()
+        limit = self._model.max_positions
+        room = limit - tokens - answer - _SEAM_TOKENS
+        [prefix] = source.items(self._model.tokenizer, self._model.prefix_limit)
+        if filled and len(prefix.ids) > room > 0:
+            # Only now: what was answered behind a prefix that fits is kept for that very prefix.
+            with contextlib.suppress(SourceError):  # not even one shot fits
+                [prefix] = source.items(self._model.tokenizer, room)
+        if len(prefix.ids) > room:
+            written = f" and an answer of up to {answer}" if answer else ""
+            remedy = _SHORTER if room > 0 else "use a model with more positions, or another task"
+            raise PromptError(
+                f"task {self.name!r} has a document of {tokens} tokens{written}, which does not "
+                f"fit behind a prefix of {len(prefix.ids)}: the model has {limit} positions; "
+                f"{remedy}"
+            )
+        return prefix
+
+    def _longest(self) -> tuple[int, int]:
+        """Tokens of the longest document alone, and of the longest answer that is written to it."""
+        from pipelines.lm import answer_tokens
+
         with self._errors():
             # Writing requests takes long; the longest document has the longest request, or nearly.
             numbers = sorted(range(self.count), key=lambda i: len(_text_of(self._docs[i])))
-            texts = (
-                "".join(part for part in request.args if isinstance(part, str))
+            asked = [
+                request.args
                 for number in numbers[-_LONGEST:]
                 for request in self._instances(number, alone=True)
-            )
+            ]
+            texts = ("".join(part for part in args if isinstance(part, str)) for args in asked)
             longest = max(texts, key=len)
-        tokens = len(encode_text(self._model.tokenizer, longest, special=True))
-        total, limit = len(self.prefix.ids) + tokens, self._model.max_positions
-        if total + _SEAM_TOKENS > limit:
-            raise PromptError(
-                f"task {self.name!r} has a document of {tokens} tokens, which does not fit behind "
-                f"a prefix of {len(self.prefix.ids)}: the model has {limit} positions; give a "
-                "smaller --max-prefix-tokens, or fewer shots with --num-fewshot"
-            )
+            written = self._task.OUTPUT_TYPE == "generate_until"
+            answer = max(answer_tokens(args[1]) for args in asked) if written else 0
+        return len(encode_text(self._model.tokenizer, longest, special=True)), answer
 
     def _check_shots(self) -> None:
         shots = {_text_of(doc) for doc in self._pool[: self.shots]}
@@ -205,74 +235,49 @@ def request_digest(requests: Sequence[Any]) -> str:
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
-def load_tasks(model: LoadedModel, options: EvalOptions, progress: Progress) -> list[EvalTask]:
-    """The tasks that the options name, each once, members of groups in the groups' order.
+def prepare_tasks(options: EvalOptions, progress: Progress) -> dict[str, TaskRequests]:
+    """Load the tasks that the options name and write their requests, before there is a model.
+
+    By name, members of groups in the groups' order. Rows of another shape than a task's show
+    while its requests are written.
 
     Raises
     ------
     SourceError
         lm-eval is not installed, a name is unknown, or data is missing or of another shape.
+    """
+    found: dict[str, TaskRequests] = {}
+    for done, name in enumerate(options.tasks):
+        progress(ProgressEvent("tasks", done, len(options.tasks), "tasks", name))
+        for member in task_names(name, options.include_path):
+            if member not in found:
+                found[member] = _prepared(member, options)
+    progress(ProgressEvent("tasks", len(options.tasks), len(options.tasks), "tasks"))
+    return found
+
+
+def _prepared(name: str, options: EvalOptions) -> TaskRequests:
+    task = load_task(name, data_dir=options.data_dir, include_path=options.include_path)
+    _require_usable(name, task)
+    with task_errors(name, options.data_dir):
+        fewshot_pool(task)
+        return TaskRequests(task)
+
+
+def load_tasks(
+    model: LoadedModel,
+    options: EvalOptions,
+    progress: Progress,
+    prepared: Mapping[str, TaskRequests] | None = None,
+) -> list[EvalTask]:
+    """The tasks that the options name, each once; ``prepared`` is what `prepare_tasks` returned.
+
+    Raises
+    ------
+    SourceError
+        As `prepare_tasks`.
     PromptError
         A document does not fit.
     """
-    found: dict[str, EvalTask] = {}
-    for done, name in enumerate(options.tasks):
-        progress(ProgressEvent("tasks", done, len(options.tasks), "tasks", name))
-        for task in _tasks_of(name, model, options):
-            found.setdefault(task.name, task)
-    progress(ProgressEvent("tasks", len(options.tasks), len(options.tasks), "tasks"))
-    return list(found.values())
-
-
-def _tasks_of(name: str, model: LoadedModel, options: EvalOptions) -> list[EvalTask]:
-    """The task of a name, or the members of the group or tag it names."""
-    try:
-        return [EvalTask(name, model, options)]
-    except SourceError:
-        # Indexing all tasks takes many seconds, so that it is left to names of no single task.
-        members = _members(name, options)
-        if not members:
-            raise
-    return [EvalTask(member, model, options) for member in members]
-
-
-def _members(name: str, options: EvalOptions) -> list[str]:
-    """Single tasks of a group or tag; none where the name is another's or nobody's."""
-    if options.data_dir is not None and (options.data_dir / name).is_dir():
-        return []
-    try:
-        from lm_eval.tasks import TaskManager
-    except ImportError:
-        return []
-    with _quiet():
-        include: Path | None = options.include_path
-        manager = TaskManager(include_path=None if include is None else str(include))
-    return _leaves(manager.task_index, name, set())
-
-
-def _leaves(index: Any, name: str, seen: set[str]) -> list[str]:
-    entry = index.get(name)
-    if entry is None or name in seen:
-        return []
-    seen.add(name)
-    kind = entry.kind.name
-    if kind == "TAG":
-        children = sorted(entry.tags)
-    elif kind == "GROUP":
-        listed = (entry.cfg or {}).get("task") or []
-        children = [one if isinstance(one, str) else str(one.get("task")) for one in listed]
-    else:
-        return [name] if len(seen) > 1 else []
-    return [leaf for child in children for leaf in _leaves(index, child, seen)]
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Hold back what lm-eval says about all the tasks that nobody asked for."""
-    logger = logging.getLogger("lm_eval")
-    before = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(before)
+    tasks = prepare_tasks(options, progress) if prepared is None else prepared
+    return [EvalTask(name, model, options, requests) for name, requests in tasks.items()]

@@ -7,7 +7,7 @@ are compared with those that nothing was left out of. Owns the order of events; 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,7 +16,14 @@ from pipelines.eval_answers import Results
 from pipelines.eval_fill import fill_stores, order_stores
 from pipelines.eval_lanes import LaneMaker
 from pipelines.eval_notes import notes_of, summed
-from pipelines.eval_rows import Answered, average_rows, control_notes, primary_metric, task_rows
+from pipelines.eval_rows import (
+    Answered,
+    average_rows,
+    control_notes,
+    divergence_notes,
+    primary_metric,
+    task_rows,
+)
 from pipelines.eval_run import TaskRun
 from pipelines.eval_stores import EvalStores, require_model
 from pipelines.eval_tasks import EvalTask, load_tasks
@@ -26,6 +33,7 @@ from pipelines.ttft_values import Layout
 
 if TYPE_CHECKING:
     from pipelines.models import LoadedModel
+    from pipelines.sources.fewshot import TaskRequests
     from store.disk.io import IOOptions
     from store.run_maker import MemoryOptions
 
@@ -39,6 +47,7 @@ def evaluate(
     *,
     io: IOOptions | None = None,
     memory: MemoryOptions | None = None,
+    prepared: Mapping[str, TaskRequests] | None = None,
 ) -> EvalReport:
     """Answer the tasks in all ways and compare.
 
@@ -52,6 +61,8 @@ def evaluate(
     memory
         What a store may keep in memory between documents; nothing by default, so that no answer's
         cost depends on what was asked before.
+    prepared
+        The tasks as `prepare_tasks` loaded them from ``options``; None to load them here.
 
     Raises
     ------
@@ -62,10 +73,10 @@ def evaluate(
     InvalidValueError
         ``results`` can't be written, or a store of another layout is in the way.
     StoreError
-        A store can't be read or written; what was answered stays.
+        A store can't be read or written, or was reordered meanwhile; what was answered stays.
     """
     require_model(store, model)
-    tasks = load_tasks(model, options, progress)
+    tasks = load_tasks(model, options, progress, prepared)
     kept = Results(results)
     layouts = [Layout.of(system) for system in options.made_systems if system.reuse]
     stores = EvalStores(store, model, layouts, [task.prefix.ids for task in tasks], kept)
@@ -83,12 +94,17 @@ def evaluate(
         for task, one in zip(tasks, found, strict=True)
     ]
     recompute = summed([run.recompute_facts() for run in runs])
-    notes = notes_of(options, facts, recompute, stores, memory)
+    off = [run.controls_off for run in runs]
+    notes = notes_of(options, facts, recompute, stores, memory, off)
     return EvalReport(
         rows=(*rows, *average_rows(rows)),
         tasks=tuple(facts),
         recompute=recompute,
-        notes=(*notes, *(note for one in found for note in control_notes(one))),
+        notes=(
+            *notes,
+            *divergence_notes(found),
+            *(note for one in found for note in control_notes(one)),
+        ),
         warnings=(
             *(text for task in tasks for text in task.warnings),
             *order.warnings,

@@ -21,7 +21,7 @@ from lm_eval.models.utils import (
 )
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-from pipelines.eval_score import Pair, Scorer, Written, by_context
+from pipelines.eval_score import SHORTER, Pair, Scorer, Written, by_context
 from pipelines.progress import Progress, ProgressEvent, silent
 from pipelines.text import encode_text
 from store.errors import InvalidValueError, PromptError
@@ -47,13 +47,22 @@ class EngineLM(TemplateLM):  # type: ignore[misc]
         What answers; None for one that only encodes.
     progress
         Told of answered requests.
+    whole
+        Name of a document none of whose contexts may be cut; None to cut what is too long, as
+        lm-eval does.
     """
 
     def __init__(
-        self, model: LoadedModel, scorer: Scorer | None = None, progress: Progress = silent
+        self,
+        model: LoadedModel,
+        scorer: Scorer | None = None,
+        progress: Progress = silent,
+        *,
+        whole: str | None = None,
     ) -> None:
         super().__init__()
         self._loaded, self._maybe_scorer, self._progress = model, scorer, progress
+        self._whole = whole
         self.tokenizer = model.tokenizer
 
     @property
@@ -108,13 +117,29 @@ class EngineLM(TemplateLM):  # type: ignore[misc]
                 f"a request's continuation has {len(continuation)} tokens; 1 to {self.max_length} "
                 "can be scored, so correct the task's data, or use a model with more positions"
             )
-        fits = max(1, self.max_length + 1 - len(continuation))
-        return Pair(_ids(context[-fits:]), _ids(continuation))
+        # The last token of a continuation is predicted and never read.
+        follow = len(continuation) - 1
+        return Pair(self._fitted(context, follow), _ids(continuation))
+
+    def _fitted(self, context: Sequence[int], follow: int) -> np.ndarray:
+        """A context that leaves room for what follows it: all of it, or its end.
+
+        A context that is cut has another beginning, so that nothing stored matches it: what every
+        way then answers says nothing about what is stored. Raises `PromptError` where that matters.
+        """
+        fits = max(1, self.max_length - follow)
+        if len(context) > fits and self._whole is not None:
+            raise PromptError(
+                f"{self._whole} has {len(context)} tokens and {follow} to follow, the model has "
+                f"{self.max_length} positions; {SHORTER}"
+            )
+        return _ids(context[-fits:])
 
     def written(self, context: str, settings: Mapping[str, Any]) -> Written:
         """What is to be written behind a context, up to the first text that ends it.
 
-        Raises `InvalidValueError` where an answer is to be drawn at random.
+        Raises `InvalidValueError` where an answer is to be drawn at random, `PromptError` where
+        a context that may not be cut is too long.
         """
         known: Any = normalize_gen_kwargs(dict(settings), MAX_WRITTEN_TOKENS)
         if known.get("do_sample"):
@@ -125,7 +150,7 @@ class EngineLM(TemplateLM):  # type: ignore[misc]
         eos = str(self.tokenizer.decode([self.eot_token_id], skip_special_tokens=False))
         stops = [stop for stop in handle_stop_sequences(known.get("until"), eos=eos) if stop]
         room = min(int(known["max_gen_toks"]), self.max_length - 1)
-        ids = _ids(self.tok_encode(context) or [self.prefix_token_id])[-(self.max_length - room) :]
+        ids = self._fitted(self.tok_encode(context) or [self.prefix_token_id], room)
 
         def ended(text: str) -> bool:
             return any(stop in text for stop in stops)
@@ -202,6 +227,11 @@ class EngineLM(TemplateLM):  # type: ignore[misc]
 
 def _ids(tokens: Sequence[int]) -> np.ndarray:
     return np.asarray(tokens, dtype=np.uint32)
+
+
+def answer_tokens(settings: Mapping[str, Any]) -> int:
+    """Most tokens of a written answer, by the settings that its task gives."""
+    return int(normalize_gen_kwargs(dict(settings), MAX_WRITTEN_TOKENS)["max_gen_toks"])
 
 
 def encode_document(lm: EngineLM, requests: Sequence[Instance]) -> list[Pair] | Written:

@@ -33,6 +33,7 @@ class FewshotSource(PrefixSource):
     Variant 0 has the first shots of the training split in their order (what lm-eval's
     ``first_n`` gives); variant i > 0 has a sample drawn with ``seed`` and i. Shots are left off
     until the prefix has at most ``max_tokens`` tokens; ``shots`` None takes as many as fit.
+    ``requests`` are the task's where it is loaded already.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class FewshotSource(PrefixSource):
         max_tokens: int | None = None,
         data_dir: Path | None = None,
         include_path: Path | None = None,
+        requests: TaskRequests | None = None,
     ) -> None:
         super().__init__(max_tokens=max_tokens)
         self.task = task
@@ -53,6 +55,7 @@ class FewshotSource(PrefixSource):
         self.seed = seed
         self.data_dir = data_dir
         self.include_path = include_path
+        self._requests = requests
 
     def raw_count(self) -> int | None:
         """Number of variants."""
@@ -60,10 +63,11 @@ class FewshotSource(PrefixSource):
 
     def raw_items(self, tokenizer: TokenizerLike, longest: int) -> Iterator[RawPrefix]:
         """Yield one prefix per variant. Raises SourceError where not even one shot fits."""
-        task = load_task(self.task, data_dir=self.data_dir, include_path=self.include_path)
+        requests = self._requests
         with task_errors(self.task, self.data_dir):
-            requests = TaskRequests(task)
-            pool = fewshot_pool(task)
+            if requests is None:
+                requests = TaskRequests(self._loaded())
+            pool = fewshot_pool(requests.task)
         for variant in range(self.variants):
             order = shot_order(len(pool), variant, self.seed)
             wanted = [pool[i] for i in order[: self.shots]]
@@ -86,6 +90,9 @@ class FewshotSource(PrefixSource):
                 "queries": [],
             }
             yield RawPrefix(name, name, ids, source)
+
+    def _loaded(self) -> Any:
+        return load_task(self.task, data_dir=self.data_dir, include_path=self.include_path)
 
 
 def shot_order(pool_size: int, variant: int, seed: int) -> list[int]:
@@ -120,11 +127,11 @@ class TaskRequests:
     """Request texts (context + continuation) of a task for any list of shots.
 
     Writing 40 shots into each of thousands of requests is slow, so the requests are written once
-    without shots, and the shots once.
+    without shots, and the shots once. ``task`` is the task they are of.
     """
 
     def __init__(self, task: Any) -> None:
-        self._task = task
+        self.task = task
         self._docs = list(task.eval_docs)
         self._bare = [context_texts(task, doc, 0) for doc in self._docs]
         self._full = [
@@ -140,17 +147,17 @@ class TaskRequests:
         SourceError
             The task writes other text before the question from document to document.
         """
-        self._task.sampler = same_shots(shots)
-        first = context_texts(self._task, self._docs[0], len(shots))[0]
+        self.task.sampler = same_shots(shots)
+        first = context_texts(self.task, self._docs[0], len(shots))[0]
         bare = self._bare[0][0]
         # first: |description and shots|question|     bare: |description|question|
         #                               ^ head ends                     ^ cut
         shared = shared_end(first, bare)
         head, cut = first[: len(first) - shared], len(bare) - shared
-        last = context_texts(self._task, self._docs[-1], len(shots))[-1]
+        last = context_texts(self.task, self._docs[-1], len(shots))[-1]
         if last != head + self._bare[-1][-1][cut:]:
             raise SourceError(
-                f"task {self._task.task_name!r} writes its few-shot text anew for each document, "
+                f"task {self.task.task_name!r} writes its few-shot text anew for each document, "
                 "so requests share no prefix; use another task"
             )
         return Seam(head, [text[cut:] for texts in self._full for text in texts])

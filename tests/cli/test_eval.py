@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
+import shlex
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from impress_cli.verdicts import verdict_notes
 from store.engine import PrefixStore
 from tests.cli.conftest import MODEL, Run
 
@@ -54,15 +57,19 @@ def no_model(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def few_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """lm-eval's index of all tasks, which takes it half a minute, has none."""
-    lm_tasks = pytest.importorskip("lm_eval.tasks", exc_type=ImportError)
-    whole = lm_tasks.TaskManager
+def hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The hub answers, whether there is a network or not."""
+    monkeypatch.setattr("pipelines.sources.hub.hub_problem", lambda: None)
 
-    def manager(*, include_path: str | None = None, **_: object) -> Any:
-        return whole(include_defaults=False, include_path=include_path)
 
-    monkeypatch.setattr(lm_tasks, "TaskManager", manager)
+@pytest.fixture
+def no_index(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asking for lm-eval's index of all tasks, which takes it half a minute, fails the test."""
+
+    def index(*_: object) -> None:
+        raise AssertionError("the index was built")
+
+    monkeypatch.setattr("pipelines.sources.lmtasks.task_index", index)
 
 
 def keys_of(value: Any) -> Iterator[str]:
@@ -151,7 +158,7 @@ def test_a_table_a_page_and_a_picture_show_the_result(
 
 
 @pytest.mark.slow
-def test_the_store_keeps_a_verdict_and_a_query_needs_no_warning(
+def test_the_store_keeps_one_verdict_of_what_is_asked_twice(
     run: Run, data_dir: Path, tmp_path: Path
 ) -> None:
     store = tmp_path / "kv"
@@ -164,8 +171,69 @@ def test_the_store_keeps_a_verdict_and_a_query_needs_no_warning(
     assert verdict["tasks"] == ["rte", "copa"]
     assert (verdict["metric"], verdict["model"]) == ("acc", MODEL)
     assert verdict["interval"][0] <= verdict["difference"] <= verdict["interval"][1]
-    assert "never measured" not in " ".join(verdict_notes([verdict], "impress", 0.5, store))
-    assert "never measured" in verdict_notes([verdict], "impress", 0.25, store)[0]
+
+
+@pytest.mark.slow
+def test_a_verdict_is_about_the_store_that_answered_and_the_options_it_answered_with(
+    run: Run, data_dir: Path, tmp_path: Path
+) -> None:
+    store, beside = tmp_path / "kv", tmp_path / "kv-importance-16-sketch"
+    asked = ("eval", "--store", store, "--tasks", "copa", "--data-dir", data_dir, *SMALL)
+    assert run(*asked, "--systems", "as-like").code == 0
+    assert run(*asked, "--no-controls").code == 0
+    with PrefixStore.open(store) as opened:
+        assert opened.verdicts() == []
+    with PrefixStore.open(beside) as opened:
+        [verdict] = opened.verdicts()
+        [prefix] = opened.prefixes()
+    layout = ("chunk_tokens", "probe", "evidence", "attend", "order")
+    assert [verdict[name] for name in layout] == [16, "sketch", "auto", "loaded", "importance"]
+
+    query = ("query", "why?", "--prefix", prefix.name, "--max-new-tokens", 1, "--retention", 0.25)
+    said = run(*query, "--store", store).err
+    assert "never measured on this store" in said
+    assert "on a store beside it that has the layout of impress" in said
+    for same in ((), ("--evidence", "sketch")):
+        done = run(*query, "--store", beside, *same)
+        assert (done.code, "never measured" in done.err) == (0, False)
+    other = run(*query, "--store", beside, "--evidence", "random", "--attend", "selected").err
+    assert "with evidence random and attend selected was never measured" in other
+    assert "impress with evidence auto and attend loaded" in other
+
+
+@pytest.mark.slow
+def test_the_command_on_the_page_asks_for_the_same_answers(
+    run: Run, data_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pages = tmp_path / "first.md", tmp_path / "second.md"
+    asked = ("--store", tmp_path / "kv", "--tasks", "copa", "--data-dir", data_dir, *SMALL)
+    machine = ("--dtype", "float32", "--device", "cpu", "--threads", 1, "--include-path", tmp_path)
+    disk = ("--io", "buffered", "--disk-bandwidth", "2GB/s", "--disk-latency", "10us")
+    budgets = ("--host-budget", "64MB", "--device-budget", 0, "--results", tmp_path / "answers")
+    rest = ("--retention", "0.3333333333", "--no-controls", "--recompute", "all", "--seed", 7)
+    given = (*asked, *machine, *disk, *budgets, *rest)
+    assert run("eval", *given, "--markdown", pages[0]).code == 0
+    [command] = [
+        line.removeprefix("- command: `").removesuffix("`")
+        for line in pages[0].read_text(encoding="utf-8").splitlines()
+        if line.startswith("- command: ")
+    ]
+    program, *arguments = shlex.split(command)
+    assert program == "impress"
+    for name in (word for word in given if isinstance(word, str) and word.startswith("--")):
+        assert name in arguments
+    assert arguments[arguments.index("--model") + 1] == MODEL
+
+    def score(*_: object, **__: object) -> None:
+        raise AssertionError("something else was asked for")
+
+    monkeypatch.setattr("pipelines.generate.prefill", score)
+    monkeypatch.setattr("pipelines.eval_fill.prefill", score)
+    assert run(*arguments, "--markdown", pages[1]).code == 0
+    first, second = (page.read_text(encoding="utf-8").splitlines() for page in pages)
+    assert [line for line in second if not line.startswith("- date: ")] == [
+        line for line in first if not line.startswith("- date: ")
+    ]
 
 
 def test_a_verdict_that_can_not_be_kept_costs_a_warning_alone(
@@ -205,7 +273,7 @@ def test_a_verdict_that_can_not_be_kept_costs_a_warning_alone(
         (("{asked}", "--host-budget", "much"), "--host-budget 'much' is not a size"),
     ],
 )
-@pytest.mark.usefixtures("no_model")
+@pytest.mark.usefixtures("no_model", "hub")
 def test_wrong_usage_is_one_line_before_a_model_is_loaded(
     run: Run, tmp_path: Path, arguments: tuple[str, ...], says: str
 ) -> None:
@@ -219,7 +287,7 @@ def test_wrong_usage_is_one_line_before_a_model_is_loaded(
     assert says in done.err
 
 
-@pytest.mark.usefixtures("no_model")
+@pytest.mark.usefixtures("no_model", "hub")
 def test_a_folder_that_is_no_store_is_refused_before_a_model_is_loaded(
     run: Run, tmp_path: Path
 ) -> None:
@@ -229,7 +297,7 @@ def test_a_folder_that_is_no_store_is_refused_before_a_model_is_loaded(
     assert "is not an impress store" in done.err
 
 
-@pytest.mark.usefixtures("no_model")
+@pytest.mark.usefixtures("no_model", "hub")
 def test_a_budget_that_is_of_no_use_to_the_store_is_refused_before_a_model_is_loaded(
     run: Run, built: Path
 ) -> None:
@@ -247,15 +315,85 @@ def failure(done: Any) -> str:
     return errors[0]
 
 
-@pytest.mark.usefixtures("few_tasks")
-def test_a_task_that_does_not_exist_is_named(run: Run, data_dir: Path, tmp_path: Path) -> None:
+@pytest.mark.usefixtures("no_model", "no_index")
+def test_a_task_that_does_not_exist_is_named_with_those_most_like_it(
+    run: Run, data_dir: Path, tmp_path: Path
+) -> None:
     asked = ("--store", tmp_path / "kv", "--tasks", "copa,rtee", "--data-dir", data_dir, *SMALL)
     said = failure(run("eval", *asked))
     assert "task 'rtee'" in said
+    assert "did you mean rte" in said
     assert "lm-eval ls tasks" in said
     assert not (tmp_path / "kv").exists()
+    said = failure(run("eval", "--store", tmp_path / "kv", "--tasks", "coppa", *SMALL))
+    assert "task 'coppa'" in said
+    assert "did you mean copa" in said
 
 
+@pytest.mark.usefixtures("no_model")
+def test_what_is_wrong_with_names_and_data_is_said_without_torch_or_lm_eval(
+    data_dir: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "copa").mkdir()
+    (tmp_path / "copa" / "train.jsonl").write_text(json.dumps(copa(1)), encoding="utf-8")
+    asked = [["--tasks", "rtee", "--data-dir", data_dir], ["--tasks", "copa"]]
+    asked += [["--tasks", name, "--data-dir", tmp_path] for name in ("copa", "rte")]
+    arguments = [[str(word) for word in ("eval", "--store", tmp_path / "kv", *a)] for a in asked]
+    code = f"""
+import sys
+from impress_cli.app import main
+print([main(one) for one in {arguments}])
+print([name for name in ("torch", "lm_eval", "datasets", "transformers") if name in sys.modules])
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)},
+        check=True,
+    )
+    assert done.stdout.splitlines() == ["[1, 1, 1, 1]", "[]"]
+    said = done.stderr.splitlines()
+    assert [line.partition(": ")[0] for line in said] == ["error"] * 4
+    assert "did you mean rte?" in said[0]
+    assert "HF_HUB_OFFLINE is set" in said[1]
+    assert "--data-dir DIR" in said[1]
+    assert "no validation.jsonl (found: train.jsonl)" in said[2]
+    assert "no folder 'rte' (there: copa)" in said[3]
+
+
+@pytest.mark.usefixtures("no_model", "no_index")
+def test_a_line_that_is_not_json_is_named_before_a_model_is_loaded(
+    run: Run, data_dir: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "copa").mkdir()
+    for split in ("train", "validation"):
+        text = (data_dir / "copa" / f"{split}.jsonl").read_text(encoding="utf-8")
+        (tmp_path / "copa" / f"{split}.jsonl").write_text(text, encoding="utf-8")
+    with (tmp_path / "copa" / "validation.jsonl").open("a", encoding="utf-8") as file:
+        file.write('\n{"premise": "It')
+    asked = ("--store", tmp_path / "kv", "--tasks", "copa", "--data-dir", tmp_path)
+    said = failure(run("eval", *asked))
+    assert f"{tmp_path / 'copa' / 'validation.jsonl'}:6: not JSON at column 13" in said
+
+
+@pytest.mark.usefixtures("no_model")
+def test_a_row_that_lacks_what_a_function_of_the_task_reads_is_named(
+    run: Run, data_dir: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "copa").mkdir()
+    (tmp_path / "copa" / "train.jsonl").symlink_to(data_dir / "copa" / "train.jsonl")
+    rows = [copa(i) for i in range(6)]
+    del rows[4]["choice2"]
+    text = "\n".join(json.dumps(row) for row in rows)
+    (tmp_path / "copa" / "validation.jsonl").write_text(text, encoding="utf-8")
+    asked = ("--store", tmp_path / "kv", "--tasks", "copa", "--data-dir", tmp_path)
+    said = failure(run("eval", *asked))
+    assert "task 'copa'" in said
+    assert "validation.jsonl:5 has no 'choice2'" in said
+
+
+@pytest.mark.usefixtures("no_model", "no_index")
 def test_data_that_lacks_a_field_is_named_with_its_task(run: Run, tmp_path: Path) -> None:
     pytest.importorskip("lm_eval", reason="lm-eval is an optional extra", exc_type=ImportError)
     folder = tmp_path / "data" / "rte"
@@ -270,6 +408,7 @@ def test_data_that_lacks_a_field_is_named_with_its_task(run: Run, tmp_path: Path
     assert "check the rows' fields" in said
 
 
+@pytest.mark.usefixtures("no_model", "no_index")
 def test_data_without_a_split_is_named_with_what_was_found(run: Run, tmp_path: Path) -> None:
     pytest.importorskip("lm_eval", reason="lm-eval is an optional extra", exc_type=ImportError)
     folder = tmp_path / "data" / "copa"
@@ -286,7 +425,23 @@ def test_a_store_of_another_model_is_refused(run: Run, data_dir: Path, built: Pa
     assert "num_kv_heads" in said
 
 
-@pytest.mark.usefixtures("few_tasks")
+@pytest.mark.usefixtures("no_model", "hub")
+def test_another_dtype_or_configuration_is_refused_before_a_model_is_loaded(
+    run: Run, built: Path, tmp_path: Path
+) -> None:
+    with PrefixStore.open(built) as opened:
+        other = "float16" if opened.info.dtype == "float32" else "float32"
+    said = failure(run("eval", "--store", built, "--tasks", "rte", "--dtype", other))
+    assert f"the model given has dtype {other}" in said
+    folder = tmp_path / "model"
+    folder.mkdir()
+    values = {"model_type": "llama", "num_hidden_layers": 2, "hidden_size": 64}
+    (folder / "config.json").write_text(json.dumps(values), encoding="utf-8")
+    said = failure(run("eval", "--store", built, "--tasks", "rte", "--model", folder))
+    assert "the model given has num_layers 2" in said
+
+
+@pytest.mark.usefixtures("no_model", "hub")
 def test_without_network_the_error_says_how_to_do_without(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -296,47 +451,16 @@ def test_without_network_the_error_says_how_to_do_without(
         raise ConnectionError("couldn't reach the hub")
 
     monkeypatch.setattr(datasets, "load_dataset", offline)
-    said = failure(run("eval", "--store", tmp_path / "kv", "--tasks", "copa", *SMALL))
+    asked = ("eval", "--store", tmp_path / "kv", "--tasks", "copa", *SMALL)
+    said = failure(run(*asked))
     assert "task 'copa'" in said
     assert "data_dir" in said.replace("-", "_")
     assert "network" in said
 
-
-VERDICT = {
-    "system": "impress",
-    "retention": 0.1,
-    "metric": "acc",
-    "higher_is_better": True,
-    "tasks": ["rte", "copa"],
-    "n": 377,
-    "difference": -0.021,
-    "interval": [-0.04, -0.002],
-}
-
-
-def test_a_query_is_told_where_nothing_was_measured() -> None:
-    [said] = verdict_notes([VERDICT], "impress", 0.25, Path("kv"))
-    assert "'impress eval --store kv --retention 0.25 --tasks NAMES'" in said
-    [said] = verdict_notes([VERDICT], "as-h2o-lru", 0.1, Path("kv"))
-    assert "--systems recompute,as-h2o-lru" in said
-    assert verdict_notes([], "impress", 1.0, Path("kv")) == []
-
-
-def test_a_query_is_told_of_a_loss_that_is_no_chance() -> None:
-    [said] = verdict_notes([VERDICT], "impress", 0.1, Path("kv"))
-    assert "cost 2.1 points of acc on rte, copa (377 documents)" in said
-    assert "-4.0 to -0.2" in said
-    assert "too little to tell" not in said
-
-
-def test_a_query_is_told_where_too_little_was_asked() -> None:
-    wide = {**VERDICT, "interval": [-0.12, 0.09]}
-    [said] = verdict_notes([wide], "impress", 0.1, Path("kv"))
-    assert "too little to tell" in said
-    assert verdict_notes([{**VERDICT, "interval": None}], "impress", 0.1, Path("kv")) == []
-
-
-def test_the_newest_verdict_counts_and_a_good_one_is_silent() -> None:
-    good = {**VERDICT, "difference": 0.001, "interval": [-0.01, 0.012]}
-    assert verdict_notes([VERDICT, good], "impress", 0.1, Path("kv")) == []
-    assert len(verdict_notes([good, VERDICT], "impress", 0.1, Path("kv"))) == 1
+    monkeypatch.setattr("pipelines.sources.hub.hub_problem", lambda: "no route")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path))
+    said = failure(run(*asked))
+    assert "task 'copa' takes its data (aps/super_glue) from the hub" in said
+    assert "can't be reached (no route)" in said
+    assert "copa/<split>.jsonl (--data-dir DIR)" in said

@@ -191,6 +191,27 @@ def test_tasks_that_share_no_metric_are_headlines_each() -> None:
     assert headline_rows(report(*rows, tasks=(RTE, other))) == rows
 
 
+def three_tasks() -> EvalReport:
+    """An average of rte and piqa, and a task with a metric of its own."""
+    found, sums = two_tasks(), replace(RTE, name="sums", metrics=("exact_match",))
+    own = replace(ROW, task="sums", metric="exact_match")
+    norm = replace(own, metric="acc_norm")
+    return report(*found.rows, own, norm, tasks=(RTE, sums, PIQA))
+
+
+def test_a_task_that_no_average_covers_is_a_headline_beside_it() -> None:
+    found = headline_rows(three_tasks())
+    assert found[:-1] == headline_rows(two_tasks())
+    assert (found[-1].task, found[-1].metric) == ("sums", "exact_match")
+
+
+def test_each_metric_that_tasks_name_first_has_its_average_as_headline() -> None:
+    tasks = [replace(RTE, name=name) for name in "ab"]
+    tasks += [replace(RTE, name=name, metrics=("exact_match", "f1")) for name in "cd"]
+    averages = [replace(ROW, task=AVERAGE, metric=name) for name in ("f1", "exact_match", "acc")]
+    assert headline_rows(report(*averages, tasks=tuple(tasks))) == averages[:0:-1]
+
+
 def test_markdown_holds_what_was_asked_every_row_and_every_note() -> None:
     text = markdown(report(REFERENCE, ROW), "Costs", {"model": "tiny", "versions": "impress 1"})
     lines = text.splitlines()
@@ -240,3 +261,15 @@ def test_a_picture_of_answers_that_are_all_equal_can_be_drawn(tmp_path: Path) ->
     path = tmp_path / "a.png"
     plot_eval(report(REFERENCE, replace(ROW, kl_mean=0.0, stderr=None)), path, "tiny")
     assert path.stat().st_size > 5000
+
+
+def test_a_picture_of_an_average_names_the_tasks_that_it_is_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    figure = pytest.importorskip("matplotlib.figure")
+    titles: list[str] = []
+    monkeypatch.setattr(
+        figure.Figure, "suptitle", lambda _self, text, **_options: titles.append(text)
+    )
+    plot_eval(three_tasks(), tmp_path / "a.png", "tiny")
+    assert titles == ["tiny: average of rte, piqa, 277 documents"]

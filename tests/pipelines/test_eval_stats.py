@@ -107,10 +107,15 @@ def test_values_that_are_no_shares_get_a_normal_interval() -> None:
     assert found.difference == pytest.approx(2.0)
     reach = 1.959964 / math.sqrt(3)
     assert found.interval == pytest.approx((2 - reach, 2 + reach), abs=1e-5)
-    assert (found.flips_worse, found.flips_better) == (0, 3)
-    lower_is_better = paired([1.0, 2.0, 3.5], [2.0, 4.0, 6.5], higher_is_better=False)
-    assert (lower_is_better.flips_worse, lower_is_better.flips_better) == (3, 0)
-    assert lower_is_better.difference == found.difference
+    assert (found.flips_worse, found.flips_better, found.mcnemar_p) == (None, None, None)
+
+
+def test_which_flips_are_worse_depends_on_the_metric() -> None:
+    before, after = [1.0, 0.0, 0.0, 0.0], [0.0, 1.0, 1.0, 0.0]
+    found = paired(before, after)
+    assert (found.flips_worse, found.flips_better) == (1, 2)
+    found = paired(before, after, higher_is_better=False)
+    assert (found.flips_worse, found.flips_better) == (2, 1)
 
 
 def test_one_value_that_is_no_share_proves_nothing() -> None:
@@ -163,6 +168,12 @@ def test_a_choice_that_the_reference_rules_out_adds_nothing() -> None:
 
 def test_without_a_choice_there_is_no_divergence() -> None:
     assert answer_kl([-3.0], [-4.0]) is None
+
+
+@pytest.mark.parametrize("broken", [[math.nan, -2.0], [-1.0, math.nan], [-math.inf, -math.inf]])
+def test_no_number_is_no_agreement(broken: list[float]) -> None:
+    assert answer_kl([-1.0, -2.0], broken) is None
+    assert answer_kl(broken, [-1.0, -2.0]) is None
     assert known_mean([None, 0.2, 0.4]) == pytest.approx(0.3)
     assert known_mean([None]) is None
 

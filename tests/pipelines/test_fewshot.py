@@ -166,9 +166,11 @@ def test_a_recipe_takes_one_folder_of_tasks(data_dir, tmp_path):
 
 
 def test_missing_splits_and_folders_are_named(data_dir, tmp_path):
-    with pytest.raises(SourceError, match=r"data_dir must hold rte/<split>\.jsonl"):
+    with pytest.raises(SourceError, match=r"no folder 'rte' \(there: none\).*rte/train\.jsonl"):
         load_task("rte", data_dir=tmp_path)
     (tmp_path / "rte").mkdir()
+    with pytest.raises(SourceError, match=r"no \.jsonl files.*rte/train\.jsonl"):
+        load_task("rte", data_dir=tmp_path)
     (tmp_path / "rte" / "train.jsonl").write_text(json.dumps(rte(1)), encoding="utf-8")
     with pytest.raises(SourceError, match=r"no validation\.jsonl \(found: train\.jsonl\)"):
         load_task("rte", data_dir=tmp_path)
