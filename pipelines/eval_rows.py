@@ -253,7 +253,10 @@ def _beyond(gap: _Gap) -> str:
     """How a divergence compares, and by which factor."""
     low, high = gap.interval
     if low > 0:
-        return f"more: {gap.other / gap.ours:.2g} times" if gap.ours > 0 else "more"
+        if gap.ours <= 0:
+            return "more"
+        factor = gap.other / gap.ours
+        return f"more: {factor:.1f} times" if factor < 9.95 else f"more: {factor:.0f} times"
     return "less" if high < 0 else "not told apart"
 
 

@@ -189,10 +189,11 @@ class EvalRow:
     difference, interval
         To `RECOMPUTE`, above 0 where the system's value is higher, and its 95 % interval.
     flips_worse, flips_better, mcnemar_p
-        Documents whose value fell and rose, and the exact p of McNemar's test.
+        Documents that got worse and better, and the exact p of McNemar's test; None where values
+        are not 0 or 1.
     kl_mean
         Mean divergence of the answer distribution (softmax of the choices' log-likelihoods) from
-        `RECOMPUTE`'s, in nats; None where documents have no choices.
+        `RECOMPUTE`'s, in nats; None where documents have no choices or no numbers.
     asked_ratio, selected_ratio, loaded_ratio, probe_ratio, fallback_ratio
         Means of `Scored`'s.
     ttft_mean_s
