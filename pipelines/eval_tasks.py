@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from pipelines.eval_metrics import MetricValues, metrics_of
+from pipelines.eval_score import SHORTER
 from pipelines.eval_values import EvalOptions, Scored
 from pipelines.progress import Progress, ProgressEvent
 from pipelines.sources.base import PrefixItem
@@ -42,7 +43,6 @@ _TYPES = ("multiple_choice", "loglikelihood", "generate_until")
 _LONGEST = 4
 #: Room that encodings of a question may take more behind the shots than by itself.
 _SEAM_TOKENS = 4
-_SHORTER = "give a smaller --max-prefix-tokens, or fewer shots with --num-fewshot"
 
 
 class EvalTask:
@@ -169,7 +169,7 @@ class EvalTask:
                 [prefix] = source.items(self._model.tokenizer, room)
         if len(prefix.ids) > room:
             written = f" and an answer of up to {answer}" if answer else ""
-            remedy = _SHORTER if room > 0 else "use a model with more positions, or another task"
+            remedy = SHORTER if room > 0 else "use a model with more positions, or another task"
             raise PromptError(
                 f"task {self.name!r} has a document of {tokens} tokens{written}, which does not "
                 f"fit behind a prefix of {len(prefix.ids)}: the model has {limit} positions; "
