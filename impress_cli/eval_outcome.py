@@ -83,18 +83,24 @@ class Subject:
             config, dtype=dtype, weights=stored.weights, tokenizer=stored.tokenizer
         )
 
-    def load(self, ui: Ui, info: StoreInfo | None) -> LoadedModel:
-        """Load the model: the one named, else the store's, else the default one."""
+    def load(self, ui: Ui, store: Path, info: StoreInfo | None) -> LoadedModel:
+        """Load the model: the one named, else the store's, else the default one.
+
+        Raises ImpressError for one that the store was not built with.
+        """
         from impress_cli.session import DEFAULT_MODEL, loaded_model
 
         spec, dtype = (DEFAULT_MODEL, "auto") if info is None else (info.model_spec, info.dtype)
-        return loaded_model(
+        loaded = loaded_model(
             ui,
             self.model or spec,
             dtype=self.dtype or dtype,
             device=self.device,
             threads=self.threads,
         )
+        if info is not None:
+            info.identity.require(loaded.identity, str(store))
+        return loaded
 
     @property
     def _limited(self) -> bool:

@@ -197,7 +197,7 @@ def command(
     subject = Subject(model, None if dtype is None else dtype.value, device, threads, memory)
     info = subject.check(ui, store)
     prepared = outcome.prepare()
-    loaded = subject.load(ui, info)
+    loaded = subject.load(ui, store, info)
     report = subject.evaluate(outcome, loaded, results or default_results(store), prepared)
     outcome.publish(report, loaded, as_json=json_output)
 

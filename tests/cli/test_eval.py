@@ -420,9 +420,11 @@ def test_data_without_a_split_is_named_with_what_was_found(run: Run, tmp_path: P
 
 def test_a_store_of_another_model_is_refused(run: Run, data_dir: Path, built: Path) -> None:
     asked = ("--store", built, "--tasks", "copa", "--data-dir", data_dir)
-    said = failure(run("eval", *asked, "--model", "random:tiny-mha", *SMALL[2:]))
+    done = run("eval", *asked, "--model", "random:tiny-mha", *SMALL[2:])
+    said = failure(done)
     assert str(built) in said
     assert "num_kv_heads" in said
+    assert "answers are kept" not in done.err, "there are none to go on with"
 
 
 @pytest.mark.usefixtures("no_model", "hub")
